@@ -1,4 +1,5 @@
-"""Your own model as a D9DModule: say how to build it, feed it and score it. `python examples/own_model.py`."""
+"""Your own model as a D9DModule, which defines how to build it, its inputs and its loss.
+`python examples/own_model.py`."""
 
 import lightning as L
 import torch

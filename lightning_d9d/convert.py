@@ -182,8 +182,8 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
     values, weights = _read(source)
     if ARGUMENTS_KEY not in values:
         raise ConfigError(
-            f"{source} is no checkpoint of Qwen3MoePretraining, so it has no form of Hugging Face's; give a target "
-            "that ends with .ckpt, or save its weights with lightning_d9d.state.save_tensors"
+            f"{source} is not a checkpoint of Qwen3MoePretraining, so it cannot be exported to Hugging Face's format. "
+            "Give a target that ends with .ckpt, or save its weights with lightning_d9d.state.save_tensors"
         )
     arguments = saved_arguments(values[ARGUMENTS_KEY], source)
     config, method = arguments.get("config"), arguments.get("peft")
@@ -271,7 +271,7 @@ def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_on
         )
     if not is_directory(source):
         raise ConfigError(
-            f"{source} is no checkpoint directory, which is what {target} can be made of; give one, or a target "
+            f"{source} is not a checkpoint directory, and {target} can be made only from one. Give one, or a target "
             "without .ckpt for a Hugging Face directory"
         )
     checkpoint = open_directory(source, alone=True)
@@ -318,5 +318,5 @@ def _in_words(dtypes: Sequence[torch.dtype]) -> str:
 def _num_bytes(text: str) -> int:
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]I?B|)", text.upper())
     if parsed is None or (number := int(float(parsed[1]) * _UNITS[parsed[2]])) == 0:
-        raise ConfigError(f"--max-shard-size {text} is no size; give one such as 500MB or 2GiB")
+        raise ConfigError(f"--max-shard-size {text} is not a size; give one such as 500MB or 2GiB")
     return number

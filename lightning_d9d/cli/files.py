@@ -78,7 +78,7 @@ def _compose(path: str) -> yaml.Node | None:
     except OSError as error:
         raise MistakeError(missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise MistakeError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise MistakeError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -239,8 +239,8 @@ class D9DCLI(LightningCLI):
         configured = model.get("class_path", own)
         if (kind := saved.get("_class_path", configured)) != configured:
             raise ConfigError(
-                f"{path} is a checkpoint of {reprlib.repr(kind)}, and model is {configured}; give a checkpoint of that "
-                "class, or make model.class_path the checkpoint's class if you trust it"
+                f"{path} is a checkpoint of {reprlib.repr(kind)}, but model is {configured}. Give a checkpoint of that "
+                "class, or set model.class_path to the checkpoint's class if you trust it"
             )
         given = model.get("init_args", model).as_dict()
         if differing := sorted(name for name in saved.keys() & given.keys() if not _is_same(saved[name], given[name])):

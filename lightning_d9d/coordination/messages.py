@@ -83,7 +83,7 @@ def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
         value, is_ours = None, False
     if not is_ours:
         raise ForeignValueError(
-            f"the store has {reprlib.repr(content)} under {key!r}, which no rank of this job wrote; another process "
+            f"the store has {reprlib.repr(content)} under {key!r}, which no rank of this job wrote. Another process "
             "uses the job's MASTER_ADDR and MASTER_PORT: start the job with a port of its own"
         )
     return value

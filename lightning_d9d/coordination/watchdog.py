@@ -258,8 +258,9 @@ class RankWatch:
         self._has_begun = False
         if not self._has_data:
             raise RankError(
-                f"the DataLoader of rank {self.rank} gave None for training batch {self._position[0]} (counted from "
-                "the start of the run); every rank needs data for every batch: have collate_fn keep at least one row"
+                f"the DataLoader of rank {self.rank} returned None for training batch {self._position[0]} (counted "
+                "from the start of the run). Every rank needs data for every batch: make collate_fn keep at least one "
+                "row"
             )
         if is_last:
             self.end_epoch()

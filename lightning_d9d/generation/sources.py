@@ -71,8 +71,8 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
             if read_value(source, ARGUMENTS_KEY) is not None:
                 raise
             raise ConfigError(
-                f"{source} is a checkpoint, but not of a Qwen3MoePretraining: it names no Qwen3MoeConfig; load it by "
-                "load_from_checkpoint of its own class, and call that module with a batch"
+                f"{source} is a checkpoint, but not of a Qwen3MoePretraining: it does not name a Qwen3MoeConfig. Load "
+                "it with load_from_checkpoint of its own class, and call that module with a batch"
             ) from error
         except StateError:
             raise
@@ -135,8 +135,8 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
             name = BYTES
         else:
             raise ConfigError(
-                f"{source} has no tokenizer ({', '.join(TOKENIZER_FILES)}) beside it; give one by --tokenizer, a "
-                "directory or a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
+                f"{source} has no tokenizer ({', '.join(TOKENIZER_FILES)}) beside it. Give one with --tokenizer: a "
+                "directory, a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
             )
     if name == BYTES:
         if vocab_size < _NUM_BYTES:

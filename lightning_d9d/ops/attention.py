@@ -56,9 +56,8 @@ def attention(
 
     - "auto": flash-attn 4 for causal attention and windows over 2048 tokens or more, on Hopper. It must be installed,
       and heads must have 64 or 128 numbers. Other causal attention runs on torch's choice: cuDNN on Hopper, flash
-      attention on other GPUs. Other documents and windows run on Triton kernels on CUDA. On other devices, in float64
-      and with heads of more than 256 numbers they run on torch, with a mask of `batch * seq**2` numbers that is
-      kept for the backward.
+      attention on other GPUs. Other documents and windows run on Triton kernels on CUDA. Other devices, float64 and
+      heads of more than 256 numbers use torch, with a mask of `batch * seq**2` numbers that is kept for the backward.
     - "cudnn", "flash", "efficient", "math": that of torch. The first two take neither documents nor window, "efficient"
       neither sinks nor shared heads. With a mask where there are documents or a window.
     - "triton": kernels that compute only blocks of tokens with documents in common, for any shape.

@@ -155,8 +155,8 @@ def _borders(documents: Tensor) -> tuple[Tensor, int]:
     runs = torch.stack([starts // documents.shape[1], documents.flatten()[starts].long()], dim=1)
     if len(runs.unique(dim=0)) < len(runs):
         raise ConfigError(
-            "documents have an id that comes again after another one; kernel='flash-attn' takes documents in one "
-            "piece: give each piece an id of its own, or take kernel='auto'"
+            "documents use an id again after another id, but kernel='flash-attn' needs each document in one piece. "
+            "Give each piece an id of its own, or set kernel='auto'"
         )
     borders = torch.cat([starts, starts.new_tensor([documents.numel()])]).int()
     return borders, int(borders.diff().max())

@@ -90,8 +90,8 @@ def check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     fits = x.dim() == cos.dim() == 4 and cos.shape == sin.shape and 2 * cos.shape[-1] <= x.shape[-1]
     if not fits or cos.shape[0] not in (1, x.shape[0]) or cos.shape[1:3] != (x.shape[1], 1):
         raise ConfigError(
-            f"rotary tables {list(cos.shape)} and {list(sin.shape)} do not fit x {list(x.shape)}: x must be [batch, "
-            "seq, heads, head_dim], and the tables [batch or 1, seq, 1, pairs] with at most head_dim / 2 pairs"
+            f"rotary tables {list(cos.shape)} and {list(sin.shape)} do not fit x {list(x.shape)}. Give x as [batch, "
+            "seq, heads, head_dim], and tables as [batch or 1, seq, 1, pairs] with at most head_dim / 2 pairs"
         )
 
 

@@ -58,7 +58,7 @@ class SequenceShard:
             legal = " or ".join(map(str, nearest(length, range(divisor, length + divisor, divisor))))
             raise ConfigError(
                 f"a sequence of {length} tokens cannot be sharded over {self.size} ranks of context parallelism, which "
-                f"takes a multiple of {divisor}: pad or shorten it to {legal}, or change context_parallel_shard or "
+                f"needs a multiple of {divisor}. Pad or shorten it to {legal}, or change context_parallel_shard or "
                 "context_parallel_replicate of MeshConfig"
             )
         chunks = whole.chunk(divisor, dim)
@@ -260,8 +260,8 @@ def check_context(stage: nn.Module) -> None:
     for name, module in stage.named_modules():
         if isinstance(module, GroupedQueryAttention) and not isinstance(module.attend, ContextAttention):
             raise ConfigError(
-                f"ranks of context parallelism have parts of sequences, but {name} attends to those of its own rank "
-                "alone; in parallelize_stage call lightning_d9d.parallel.shard_context, and take positions from "
+                f"context parallelism gives each rank a part of each sequence, but {name} attends only to this rank's "
+                "part. Call lightning_d9d.parallel.shard_context in parallelize_stage, and take positions from "
                 "TokenShard.of(mesh)"
             )
 

@@ -20,8 +20,9 @@ def replace_forwards(blocks: Iterable[nn.Module], function: Callable[..., Any], 
     for block in dict.fromkeys(blocks):
         if "forward" in vars(block):
             raise ConfigError(
-                f"{setting}: a {type(block).__name__} has a forward of its own, {vars(block)['forward']}, which is not "
-                "that of its class; name other blocks, in ParallelConfig.shard_blocks, or do it yourself"
+                f"{setting}: the instance of {type(block).__name__} has its own forward, {vars(block)['forward']}, "
+                "instead of the forward of its class. Name other blocks in ParallelConfig.shard_blocks, or wrap the "
+                "forward yourself"
             )
         block.forward = partial(function, block)
 

@@ -112,8 +112,8 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if hooked := [name for name, weight in block.named_parameters() if weight._backward_hooks]:
             raise ConfigError(
                 f"ParallelConfig.cuda_graphs=True: {hooked[0]} of a {type(block).__name__} has a hook "
-                "(Tensor.register_hook), which would change its gradient in the graph and once more behind it; set it "
-                "to False, or take register_post_accumulate_grad_hook"
+                "(Tensor.register_hook), which would change its gradient twice: in the graph and after it. Set "
+                "cuda_graphs=False, or use register_post_accumulate_grad_hook"
             )
 
         def call(inputs: Sequence[Tensor]) -> Any:
@@ -134,9 +134,9 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise
         except RuntimeError as error:
             raise ConfigError(
-                f"ParallelConfig.cuda_graphs=True: a {type(block).__name__} cannot be captured; set it to False, or "
-                "look for what waits for the device, as products of experts in float32 do, and blocks whose results "
-                f"need no gradient: {error}"
+                f"ParallelConfig.cuda_graphs=True: a {type(block).__name__} cannot be captured. Set it to False, or "
+                "remove operations that wait for the device, such as products of experts in float32. A block whose "
+                f"results need no gradient cannot be captured either: {error}"
             ) from error
     captured = graphs[form]
     results = iter(_Replay.apply(captured, *tensors, *weights))
@@ -224,9 +224,9 @@ class _Replay(torch.autograd.Function):
             )
         if ctx.number != captured.num_forwards:
             raise RuntimeError(
-                "this block ran again before the backward of this call, or this backward has run before, and overwrote "
-                "what it needs: with ParallelConfig.cuda_graphs each forward of a block must be followed by one "
-                "backward; set it to False"
+                "this block ran again before the backward of this call, or this backward ran before, and overwrote "
+                "the tensors that this one needs. With ParallelConfig.cuda_graphs exactly one backward must follow "
+                "each forward of a block; set it to False"
             )
         ctx.number = None
         given = [g for g, does in zip(gradients, captured.are_differentiable, strict=True) if does]

@@ -130,7 +130,7 @@ def sharding_kind(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> 
         return kind
     raise ConfigError(
         f"a parameter of shape {tuple(parameter.shape)} is a DTensor placed {parameter.placements} on the axes "
-        f"{', '.join(axes)}, and nothing would sum its gradient over the data-parallel ranks: apply fully_shard too"
+        f"{', '.join(axes)}, so nothing would sum its gradient over the data-parallel ranks. Apply fully_shard too"
     )
 
 

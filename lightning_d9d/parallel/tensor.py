@@ -127,7 +127,7 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
         legal = [n for n in divisors(num_heads) if num_key_value_heads % n == 0 or n % num_key_value_heads == 0]
         raise ConfigError(
             f"tensor_parallel={tp} and {num_key_value_heads} heads of keys and values (num_key_value_heads): one of "
-            f"the two must divide the other; with {num_heads} attention heads it can be {_listed(legal)}"
+            f"the two must divide the other. With {num_heads} attention heads, tensor_parallel can be {_listed(legal)}"
         )
     mesh.split_tensor(num_key_value_heads)
     gather_tokens(attention, mesh)

@@ -160,9 +160,9 @@ def own_chunks(
     length = sequence_length(batch, dims)
     if length == 0:
         raise ConfigError(
-            f"a batch has {', '.join(map(str, batch)) or 'nothing'}, and none of the tensors {', '.join(dims)} that "
-            "sequence_dims names, so there are no sequences for the ranks to share; name the batch's own tensors with "
-            "tokens there"
+            f"a batch has {', '.join(map(str, batch)) or 'nothing'}, but none of the tensors {', '.join(dims)} that "
+            "sequence_dims names. So it has no sequences to shard over ranks: name the batch's own token tensors in "
+            "sequence_dims"
         )
     missing = -length % tokens.multiple
     if missing and padding is None:

@@ -53,9 +53,9 @@ class BatchSplitter:
         num_counted = 0 if plan.is_dummy else len(microbatches)
         if 0 < plan.num_microbatches < num_counted:
             raise ConfigError(
-                f"a batch makes {num_counted} microbatches, but when it was read no rank's made more than "
-                f"{plan.num_microbatches}: leave its number of rows as it is in on_before_batch_transfer, "
-                "transfer_batch_to_device and on_after_batch_transfer"
+                f"a batch makes {num_counted} microbatches, but when it was read no rank had more than "
+                f"{plan.num_microbatches}. Do not change its number of rows in on_before_batch_transfer, "
+                "transfer_batch_to_device or on_after_batch_transfer"
             )
         wanted = max(num_counted, plan.num_microbatches, 1)
         if trains and (not check or wanted > num_counted):

@@ -59,9 +59,8 @@ def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
         degree = getattr(config, name)
         if degree != 1 and not is_d9d:
             raise ConfigError(
-                f"MeshConfig.{name}={degree}: {type(module).__name__} is a plain LightningModule, which has no stages "
-                "and tells nobody where its batches have sequences; make it a D9DModule, or give these ranks to "
-                "data_parallel_replicate"
+                f"MeshConfig.{name}={degree}: {type(module).__name__} is a plain LightningModule, which has neither "
+                "stages nor sequence_dims. Make it a D9DModule, or give these ranks to data_parallel_replicate"
             )
     for name in _OF_SEQUENCES:
         degree = getattr(config, name)
@@ -123,8 +122,8 @@ def check_callbacks(callbacks: Iterable[L.Callback], config: MeshConfig) -> None
     for callback in callbacks:
         if spread and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
-                f"the callback {type(callback).__name__} makes a deep copy of the module, but with MeshConfig("
-                f"{', '.join(spread)}) each rank has a part of it, which cannot be copied; take "
+                f"the callback {type(callback).__name__} makes a deep copy of the module, but with "
+                f"MeshConfig({', '.join(spread)}) each rank has a part of it, which cannot be copied. Use "
                 "lightning_d9d.callbacks.WeightAverages, or train with data_parallel_replicate alone"
             )
 
@@ -134,8 +133,8 @@ def check_saving_callbacks(callbacks: Iterable[L.Callback]) -> None:
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if any(saver.save_last == "link" for saver in savers):
         raise ConfigError(
-            "ModelCheckpoint(save_last='link') with CheckpointConfig(asynchronous=True) would link to checkpoints that "
-            "are not complete yet; use save_last=True, which training does not wait for either"
+            "ModelCheckpoint(save_last='link') with CheckpointConfig(asynchronous=True) would link to checkpoints "
+            "that are not complete yet. Set save_last=True, for which training does not wait either"
         )
 
 

@@ -322,8 +322,8 @@ class D9DModule(OptimizedModule):
             if stage_places(self._built) != stage_places(infos):
                 before, now = [f"the stages {self._built}", *before], [f"{infos} on this rank", *now]
             raise ConfigError(
-                f"{type(self).__name__} holds the weights for {', '.join(before)} of an earlier run, but this run has "
-                f"{', '.join(now)}, and cannot make {first_of(missing)} of them; give it a new module, and a "
+                f"{type(self).__name__} holds the weights for {', '.join(before)} of an earlier run. This run has "
+                f"{', '.join(now)}, and cannot build {first_of(missing)} from them. Give it a new module, and a "
                 "checkpoint of the earlier run as ckpt_path"
             )
         for stage in stages:

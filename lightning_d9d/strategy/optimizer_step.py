@@ -101,8 +101,8 @@ def check_steps_once(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{type(optimizer).__name__} runs its closure several times a step; a D9DModule's schedule runs once, and "
-            "skip_nonfinite looks at gradients once: choose an optimizer whose step() works without a closure, or a "
+            f"{type(optimizer).__name__} runs its closure several times a step. A D9DModule's schedule runs once, and "
+            "skip_nonfinite looks at gradients once. Choose an optimizer whose step() works without a closure, or a "
             "plain LightningModule without skip_nonfinite"
         )
 
@@ -135,9 +135,9 @@ def check_parameter_groups(optimizer: Optimizer) -> None:
         batched = group.get("fused") or group.get("foreach") or (group.get("foreach", False) is None and not on_cpu)
         if batched:
             raise ConfigError(
-                f"a group of {type(optimizer).__name__} has plain parameters and DTensors (experts on several ranks, "
-                "say), which its fused and foreach steps do not take together: give it "
-                "lightning_d9d.optim.parameter_groups(module, weight_decay), or foreach=False"
+                f"a group of {type(optimizer).__name__} has plain parameters and DTensors, such as experts on several "
+                "ranks. Fused and foreach steps cannot mix them: use lightning_d9d.optim.parameter_groups(module, "
+                "weight_decay), or foreach=False"
             )
 
 

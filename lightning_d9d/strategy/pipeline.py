@@ -162,7 +162,7 @@ class Pipeline:
         if of_stages[0] and all(stage == of_stages[0] for stage in of_stages):
             raise ConfigError(
                 f"each of the {len(of_stages)} stages has the whole model, on the pipeline ranks 0 to "
-                f"{self.num_ranks - 1}: all have the parameters {first_of(of_stages[0])}, which would be trained as "
+                f"{self.num_ranks - 1}. All have the parameters {first_of(of_stages[0])}, which would be trained as "
                 f"one. {remedy}; or set MeshConfig.pipeline_parallel to 1"
             )
         have, wanted = {name for stage in of_stages for name in stage}, set(whole())
@@ -247,7 +247,7 @@ def _placement(schedule: Schedule, num_ranks: int) -> tuple[int, ...]:
     if {*placement} != {*range(num_ranks)}:
         raise ScheduleError(
             f"{type(schedule).__name__} places its {len(placement)} stages on the ranks {list(placement)} of a "
-            f"pipeline of {num_ranks}; give each of the ranks 0 to {num_ranks - 1}, and no other, at least one"
+            f"pipeline of {num_ranks}. Place at least one on each of the ranks 0 to {num_ranks - 1}, and none elsewhere"
         )
     return placement
 

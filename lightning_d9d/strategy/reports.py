@@ -69,8 +69,8 @@ class Reports:
             return schema, torch.zeros(1 + len(schema.metrics), 2, dtype=torch.float64, device=self.pipeline.device)
         if ours != schema:
             raise ConfigError(
-                f"a {self.kind} batch gave {ours}, the first one {schema}; return the same names and the same kind of "
-                "loss for every microbatch: WeightedLoss(0, 0) where there is nothing to count"
+                f"a {self.kind} batch returned {ours}, but the first one returned {schema}. Return the same names and "
+                "the same kind of loss for every microbatch: WeightedLoss(0, 0) if it counts nothing"
             )
         assert totals.loss is not None
         pairs = [totals.loss, *(totals.metrics[name] for name in schema.metrics)]

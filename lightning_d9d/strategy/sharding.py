@@ -204,7 +204,7 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
         if any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
             raise ConfigError(
                 f"ParallelConfig.shard_blocks: a {type(block).__name__} is on the meta device, and nothing would give "
-                "it values; build it on the CPU, or shard it in configure_model and give it values there"
+                "it values. Build it on the CPU, or shard it in configure_model and give it values there"
             )
         block.to(device)
         broadcast_tensors([*block.parameters(), *block.buffers()])
@@ -231,7 +231,7 @@ def _check_sharded_alike(block: nn.Module, configuration: tuple[MeshConfig, Para
     if earlier != configuration:
         before, now = differing(earlier, configuration)
         raise ConfigError(
-            f"a {name} is sharded for {', '.join(before)} of an earlier run, but this run has {', '.join(now)}; give "
+            f"a {name} is sharded for {', '.join(before)} of an earlier run, but this run has {', '.join(now)}. Give "
             "it a new module, and a checkpoint of the earlier run as ckpt_path"
         )
 
@@ -255,9 +255,8 @@ def not_yet_summed(
     for parameter in parameters if mesh.dp_size > 1 else ():
         if is_of_experts(parameter) and parameter in fully_sharded:
             raise ConfigError(
-                "experts of a plain LightningModule are spread over ranks and fully sharded: FSDP2 would divide their "
-                "gradients by other ranks than those that their tokens come from. Make it a D9DModule, or leave the "
-                "experts out of fully_shard"
+                "experts of a plain LightningModule are spread over ranks and fully sharded. FSDP2 would divide their "
+                "gradients by the wrong number of ranks. Make it a D9DModule, or leave the experts out of fully_shard"
             )
         if not isinstance(parameter, DTensor) or is_of_experts(parameter):
             left.append(parameter)
@@ -266,7 +265,7 @@ def not_yet_summed(
         ):
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)} is a DTensor on {parameter.device_mesh}, which leaves "
-                f"out some of the data-parallel ranks {sorted(data_ranks)}: nothing would sum its gradient over them. "
+                f"out some of the data-parallel ranks {sorted(data_ranks)}. Nothing would sum its gradient over them. "
                 'Apply fully_shard too, over for_axes("dp_cp_shard") or for_axes("dp_replicate", "dp_cp_shard")'
             )
     return left

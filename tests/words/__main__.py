@@ -30,6 +30,11 @@ Found = dict[Key, list[str]]
 """Each problem as a line `path:line: rule: what`."""
 
 
+def files_read() -> list[Path]:
+    """Return the files whose texts are checked, in order."""
+    return sorted(path for each in READ for path in ROOT.glob(each))
+
+
 def find(paths: Iterable[Path], root: Path = ROOT) -> Found:
     """Return what is wrong with the texts of files, by file and rule."""
     found: Found = {}
@@ -95,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.paths and not options.all:
         parser.error("name files with --all only: the baseline is of all files")
-    files = [Path(path).resolve() for path in options.paths] or [path for each in READ for path in ROOT.glob(each)]
+    files = [Path(path).resolve() for path in options.paths] or files_read()
     texts = [path for path in files if path.suffix in (".py", ".md")]
     found = find(sorted(texts)) | find_coined(options.paths or SPELLED)
     if options.all:

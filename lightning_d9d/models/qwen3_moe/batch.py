@@ -221,10 +221,9 @@ class BatchCheck:
         name, where = _KEYS[key - 1], place_in_data(index, self.kind)
         if name == "document":
             raise ConfigError(
-                f"{where} has a document of {value} tokens, but max_position_embeddings={self.window}: shorten the "
-                "data's sequences, give the borders of their documents as document_ids, or raise "
-                "max_position_embeddings of the config (a model that was trained for fewer positions has to learn the "
-                "others)"
+                f"{where} has a document of {value} tokens, but max_position_embeddings={self.window}. Shorten the "
+                "data's sequences, or give the borders of their documents as document_ids. Or raise "
+                "max_position_embeddings of the config, and train: the model has not learned the new positions"
             )
         more = f", and labels that do not count are {IGNORED}" if name == "labels" else ""
         raise ConfigError(
@@ -272,8 +271,8 @@ def check_shifted(batch: Mapping[str, Any], shift_labels: bool) -> bool:
     if are_own and not are_next and not shift_labels:
         raise ConfigError(
             "the labels of a batch are its input_ids: each token would be predicted from itself. Set "
-            "Qwen3MoePretraining(shift_labels=True), which moves labels to the token before, for batches as Hugging "
-            "Face's collators make them; or let labels[:, i] be input_ids[:, i + 1]"
+            "Qwen3MoePretraining(shift_labels=True), which shifts the labels of batches from Hugging Face's "
+            "collators. Or make labels[:, i] equal to input_ids[:, i + 1]"
         )
     if are_next and not are_own and shift_labels:
         raise ConfigError(

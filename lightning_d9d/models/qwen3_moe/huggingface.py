@@ -236,7 +236,7 @@ def files_beside_weights(directory: str | Path | Place) -> dict[str, bytes]:
         if sum(map(len, files.values())) > MAX_SMALL_BYTES:
             raise StateError(
                 f"{folder}: the files beside the weights, up to {name}, are larger than {MAX_SMALL_BYTES} bytes "
-                "together, the limit for those that are copied; move what does not belong to the model."
+                "together, the limit for files that are copied. Move files that do not belong to the model."
             )
     return files
 
@@ -259,8 +259,8 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> tuple[list[nn.Module], Qw
     config = getattr(stages[0], "config", None)
     if not isinstance(config, Qwen3MoeConfig):
         raise ConfigError(
-            f"a {type(stages[0]).__name__} without a Qwen3MoeConfig as its `config` is no Qwen3MoeForCausalLM and no "
-            "stage of one; give one of these."
+            f"a {type(stages[0]).__name__} without a Qwen3MoeConfig as its `config` is neither a Qwen3MoeForCausalLM "
+            "nor one of its stages; give one of these."
         )
     return stages, config
 
@@ -283,8 +283,8 @@ def _local_shards(stages: Iterable[nn.Module], specs: Mapping[str, Spec]) -> lis
             expected = specs[name].shape if name in specs else None
             if tuple(parameter.shape) != expected:
                 raise StateError(
-                    f"the model has a parameter {name} of shape {tuple(parameter.shape)}, but one of its config has "
-                    f"there {expected or 'none'}; build the model, or the stage of one, with its config."
+                    f"the model has a parameter {name} of shape {tuple(parameter.shape)}, but its config expects "
+                    f"{expected or 'none'} there. Build the model, or its stage, with its config."
                 )
             local[parameter] = name, LocalShard.of(name, parameter)
     return list(local.values())

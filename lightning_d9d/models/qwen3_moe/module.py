@@ -227,8 +227,8 @@ class Qwen3MoePretraining(D9DModule):
         assert isinstance(stage, Qwen3MoeForCausalLM)
         if stage.stage.num_stages > 1:
             raise ConfigError(
-                f"this rank has {len(self.stages)} of the network's {stage.stage.num_stages} stages, which are in "
-                "`stages`; for all of it save_huggingface(list(module.stages), directory) on every rank, then "
+                f"this rank has {len(self.stages)} of the network's {stage.stage.num_stages} stages, in `stages`. For "
+                "the whole network call save_huggingface(list(module.stages), directory) on every rank. Then "
                 "load_huggingface into Qwen3MoeForCausalLM(module.config)"
             )
         return stage
@@ -441,7 +441,7 @@ class Qwen3MoePretraining(D9DModule):
         if total_steps is None:
             raise ConfigError(
                 f"the cosine decay of {type(self).__name__} needs the number of steps, which is unknown: max_steps=-1, "
-                f"max_epochs={self.trainer.max_epochs} and perhaps data of unknown length; set the Trainer's max_steps"
+                f"max_epochs={self.trainer.max_epochs}, and the data may not have a length. Set the Trainer's max_steps"
             )
         return LambdaLR(optimizer, lambda step: self._learning_rate_factor(step, total_steps))
 
