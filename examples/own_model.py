@@ -1,5 +1,4 @@
-"""Your own model as a D9DModule, which defines how to build it, its inputs and its loss.
-`python examples/own_model.py`."""
+"""Your own model as a D9DModule: how it is built, its inputs and its loss. `python examples/own_model.py`."""
 
 import lightning as L
 import torch

@@ -75,8 +75,7 @@ def read_pickle(
 
 
 def check_containers(value: Any, length: int) -> None:
-    """Refuse containers that are nested too deeply, or whose traversal would take longer than their file's size
-    suggests.
+    """Refuse containers that are nested too deeply, or take far longer to traverse than the file's size suggests.
 
     Args:
         value: Value that holds them.

@@ -136,8 +136,9 @@ class TensorReader:
         self._check_pieces(item.storage_index for item in plan.items)
 
     def check_share(self, names: Iterable[str], share: slice) -> None:
-        """Compare the checksums of this rank's share of the pieces of whole tensors; the shares together have each
-        piece once.
+        """Compare the checksums of this rank's share of the pieces of whole tensors.
+
+        All shares together have each piece once.
 
         Raises:
             StateError: A checksum is wrong. The message has file and tensor.
@@ -252,8 +253,10 @@ class _Written(WriteResult):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """A writer without a path in the metadata. It keeps exceptions, because torch cannot send all of them to other
-    ranks."""
+    """A writer without a path in the metadata.
+
+    It keeps exceptions, because torch cannot send all of them to other ranks.
+    """
 
     failure: Exception | None = None
 

@@ -26,6 +26,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 def check_tied_parameters(tied: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
     """Refuse weights in which parameters differ that are tied in this model: the last would overwrite the others.
+
     Local.
 
     Args:
