@@ -1,4 +1,4 @@
-"""Stops of one process, and how a stopped run resumes. Several processes stop together: see `shutdown.py`."""
+"""Stops of one process, and how a run that was stopped goes on. Several processes stop together, see `shutdown.py`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _ASKED = b"\nCtrl-C: training stops before the next batch; once more stops it at
 
 
 class Interruption:
-    """Makes Ctrl-C stop the fit of one process before a batch, where a checkpoint can be saved.
+    """Lets Ctrl-C stop the fit of one process before a batch, where a checkpoint can be saved.
 
-    Inside of an accumulation window it waits for the window's end. A second Ctrl-C raises KeyboardInterrupt at once,
-    and callbacks do not save a partial step. The user's own handler stays.
+    Inside of an accumulation window it waits for its end. A second Ctrl-C raises KeyboardInterrupt at once, and
+    callbacks do not save what is half a step. A handler of the user's own stays.
 
     Args:
-        patches: The patches of the run.
-        trainer: A Trainer that is going to fit, before Lightning registers its own handlers of signals.
-        window_is_open: Returns whether there are gradients without an optimizer step.
+        patches: Those of the run.
+        trainer: One that is going to fit, before Lightning registers its own handlers of signals.
+        window_is_open: Whether there are gradients for which no step was taken.
     """
 
     def __init__(self, patches: Patches, trainer: L.Trainer, window_is_open: Callable[[], bool]) -> None:
@@ -49,7 +49,7 @@ class Interruption:
         return self
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
+        """Raise KeyboardInterrupt if it was asked for."""
         if self._asked:
             raise KeyboardInterrupt
 
@@ -77,13 +77,13 @@ class Interruption:
 
 
 def set_exit_code(error: BaseException) -> None:
-    """Set the exit code of a stop by SIGTERM: with Lightning's exception the process would exit with 0. Local."""
+    """Give a stop by SIGTERM its exit code: Lightning's has none, so that the process would exit with 0. Local."""
     if isinstance(error, SIGTERMException) and error.code is None:
         error.code = 128 + signal.SIGTERM
 
 
 def refuse_saves(patches: Patches, trainer: L.Trainer) -> None:
-    """Keep the Trainer's callbacks from saving because of an exception: a run could not resume from there. Local."""
+    """Let the Trainer's callbacks save nothing because of an exception: a run could not resume from there. Local."""
     for callback in trainer.checkpoint_callbacks:
         patches.replace(callback, "on_exception", _save_nothing)
 
@@ -97,14 +97,14 @@ class Saved(NamedTuple):
 
     path: str
     step: int | None
-    """The number of its optimizer steps; None if this run loaded it."""
+    """The number of optimizer steps in it; None if it was loaded by this run."""
 
 
 def resume_advice(step: int, saved: Saved | None) -> str:
-    """Return a message for a user who stopped a run: where it stopped, and how to resume.
+    """Return what a user who stopped a run wants to know: where it stopped, and how to resume.
 
     Args:
-        step: Number of completed optimizer steps.
+        step: Optimizer steps that were done.
         saved: The last checkpoint.
     """
     advice = "to save where a run is stopped, give ModelCheckpoint save_on_exception: true"
@@ -122,17 +122,15 @@ def resume_advice(step: int, saved: Saved | None) -> str:
 
 
 def last_checkpoint(trainer: L.Trainer, wanted: Literal["last", "auto"], command: str) -> str | None:
-    """Return the checkpoint that `--ckpt_path last` or `--ckpt_path auto` means; None if a fit begins without one.
-
-    Local.
+    """Return the checkpoint that `--ckpt_path last` or `--ckpt_path auto` means; None if a fit begins without. Local.
 
     Args:
-        trainer: Trainer with the callbacks that save.
-        wanted: "last" or "auto"; "auto" lets a fit begin without a checkpoint.
-        command: Name of the subcommand, such as "fit".
+        trainer: With the callbacks that save.
+        wanted: "auto" lets a fit begin where there is none.
+        command: Such as "fit".
 
     Raises:
-        ConfigError: The checkpoint is missing.
+        ConfigError: There is none.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's, that there is none

@@ -172,8 +172,8 @@ def check_blocks(module: nn.Module, blocks: Sequence[nn.Module], setting: str) -
     """
     if not blocks and not has_lists(module):
         raise ConfigError(
-            f"{setting} has no effect here: {type(module).__name__} has no blocks, which are the entries of a "
-            'ModuleList or ModuleDict. Name their classes, as in ParallelConfig.shard_blocks=["Block"], or leave '
+            f"{setting} has no effect here: {type(module).__name__} has no blocks, the entries of a ModuleList or a "
+            'ModuleDict; name their classes, as in ParallelConfig.shard_blocks=["Block"], or leave '
             f"{setting.split('=')[0].split('.')[-1]} out"
         )
 
