@@ -1,4 +1,4 @@
-"""Which rank is slow: ranks that do the same work are compared, block of steps by block of steps. Pure Python."""
+"""Finds slow ranks: ranks that do the same work are compared, block of steps by block of steps. Pure Python."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PARTS = ("compute", "data")
 """Parts of a step that a rank does by itself, which are compared. Other programs on its host come and go."""
 ALL_PARTS = (*PARTS, "link", "queue")
 NUM_BLOCKS = 48
-"""A report has so many blocks of steps."""
+"""Number of blocks of steps in a report."""
 NUM_REPORTS = 2
-"""A rank is named by what this many reports have in common."""
+"""Number of consecutive reports that must agree to name a rank."""
 MOST_FALSE_NAMES = 1e-4
-"""A report of ranks that are alike has a name with at most this probability."""
+"""Largest probability that a report names a rank although all ranks are alike."""
 _MOST_COMPARED = 16
-"""A median over more ranks costs more and says the same."""
+"""Largest number of ranks in a comparison; a median over more ranks costs more and gives the same result."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Times:
     stage: int
     """Ranks of equal stages do the same work."""
     compute: list[float]
-    """All that is not one of the others."""
+    """Time of everything that the other parts do not cover."""
     data: list[float]
     """The wait for a batch."""
     link: list[float]
     """The wait for other ranks."""
     queue: list[float]
-    """The wait for a processor that other programs use; 0 where the system does not say."""
+    """The wait for a processor that other programs use; 0 if the system does not tell."""
 
     @cached_property
     def work(self) -> list[float]:
@@ -51,7 +51,7 @@ class Times:
 
     @staticmethod
     def is_valid(value: Any) -> bool:
-        """Return whether JSON holds the fields of one."""
+        """Return whether JSON holds the fields of this class."""
         if not (isinstance(value, dict) and value.keys() == set(Times.__annotations__)):
             return False
         lists = [value[part] for part in ALL_PARTS]
@@ -68,7 +68,7 @@ class Straggler:
     host: str
     part: str
     excess: float
-    """The part takes longer than the median of the other ranks by this share of their own time."""
+    """Extra time of the part over the median of the other ranks, as a share of their own time."""
 
     def __str__(self) -> str:
         what = "waits for data" if self.part == "data" else "computes"
@@ -81,21 +81,21 @@ class Straggler:
 class Comparison:
     """Compares ranks report by report.
 
-    A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is a
-    share of what these others do by themselves. So what slows all ranks makes no excess. Both parts together count: a
-    rank that computes longer and waits less for data keeps nobody waiting.
+    A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is
+    given as a share of the time that these others spend by themselves. So a disturbance that slows all ranks makes no
+    excess. Both parts together count: if a rank computes longer and waits less for data, no other rank waits for it.
 
-    The blocks of the last two reports decide. A rank is named if all this holds:
+    The blocks of the last two reports decide. A rank is named if all of these hold:
 
     - The median of its excess is above the threshold.
-    - The lower end of a confidence interval for this median is above half of it. Its ends are order statistics, so the
-      distribution does not matter; `num_slow_blocks` says what does.
-    - So is the median of each half of a report: a burst of other work comes and goes.
+    - The lower end of a confidence interval for this median is above half of the threshold. Its ends are order
+      statistics, so the distribution does not matter; `num_slow_blocks` gives the assumptions.
+    - The median of each half of a report is above half of the threshold, too: a burst of other work comes and goes.
 
-    The part that is named is the one with the larger median.
+    The part with the larger median is named.
 
     Args:
-        threshold: A share of the others' own time in a step.
+        threshold: Threshold, as a share of the others' own time in a step.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -103,10 +103,10 @@ class Comparison:
         self._reports: deque[Sequence[Times]] = deque(maxlen=NUM_REPORTS)
 
     def add(self, report: Sequence[Times]) -> list[Straggler]:
-        """Return the ranks that are slow as of this report.
+        """Return the ranks that are slow according to this report.
 
         Args:
-            report: One for each rank.
+            report: Times, one for each rank.
         """
         self._reports.append(report)
         if len(self._reports) < NUM_REPORTS:
@@ -127,7 +127,7 @@ class Comparison:
         return median(excess) > self.threshold and min(lower_end, *map(median, halves)) > self.threshold / 2
 
     def _excess(self, rank: int, part: str) -> list[float]:
-        """Return that of each block; nothing where no other rank does the same work."""
+        """Return the excess of each block; nothing if no other rank does the same work."""
         found = []
         for report in self._reports:
             stage = report[rank].stage
@@ -140,14 +140,13 @@ class Comparison:
 
 @cache
 def num_slow_blocks(num_ranks: int) -> int:
-    """Return in how many of all n blocks the excess of a rank that is named must be above half of the threshold.
+    """Return in how many of all n blocks the excess of a named rank must be above half of the threshold.
 
-    Let ranks be alike: in a block the times of a stage are exchangeable, and blocks are independent. Then a rank is
-    above the higher median of the others with a probability of at most 1/2. The number X of such blocks has
+    Suppose that ranks are alike: in a block the times of a stage are exchangeable, and blocks are independent. Then a
+    rank is above the higher median of the others with a probability of at most 1/2. The number X of such blocks has
     `P(X >= k) <= sum(C(n, i) for i in k..n) / 2**n`, as in the sign test. The smallest k for which this is at most
-    `MOST_FALSE_NAMES / num_ranks` is needed (Bonferroni), or all blocks. If k blocks are above a value, so is
-    the order statistic n - k + 1, the lower end of the interval. See Thompson, Annals of Mathematical Statistics 7,
-    1936.
+    `MOST_FALSE_NAMES / num_ranks` is needed (Bonferroni), or all blocks. If k blocks are above a value, so is the order
+    statistic n - k + 1, the lower end of the interval. See Thompson, Annals of Mathematical Statistics 7, 1936.
     """
     num_blocks = NUM_REPORTS * NUM_BLOCKS
     tail, needed = 1, num_blocks
@@ -158,7 +157,7 @@ def num_slow_blocks(num_ranks: int) -> int:
 
 
 def of_block(steps: Sequence[float]) -> float:
-    """Return the interquartile mean: single steps that are far too long or too short do not count."""
+    """Return the interquartile mean, which ignores single steps that are far too long or too short."""
     cut = len(steps) // 4
     middle = sorted(steps)[cut : len(steps) - cut]
     return sum(middle) / len(middle)

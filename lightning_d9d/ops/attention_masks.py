@@ -9,7 +9,7 @@ class Masks(NamedTuple):
     """The pairs of queries and keys that count in attention."""
 
     causal: bool
-    """Queries and keys are those of the same tokens, and a query attends to keys up to its own."""
+    """Integers, shape `[batch, queries]`; only keys with the same one count."""
     window: int | None = None
     """Queries and keys are those of the same tokens, and a query attends to keys up to its own."""
     q_documents: Tensor | None = None

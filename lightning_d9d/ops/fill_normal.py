@@ -30,7 +30,8 @@ def fill_normal_(target: Tensor, std: float, key: int, shape: Sequence[int], ran
 
     The bits are the same on every device and for every slice: [Note: values by place]. In other dtypes they are the
     float32 values, rounded to nearest. On CUDA a kernel writes them; for float64 and on other devices, threads of the
-    host compute them. docs/explanation/initial-weights.md describes their difference from a true normal distribution.
+    host compute them. The page docs/explanation/initial-weights.md describes their difference from a true normal
+    distribution.
 
     Args:
         target: This rank's slice, in any floating dtype; overwritten.

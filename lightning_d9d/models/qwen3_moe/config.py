@@ -114,16 +114,16 @@ class Qwen3MoeConfig:
     """Added to the mean square in every RMSNorm."""
 
     rope_theta: float = 10_000.0
-    """Longest document, in tokens, that the model is meant for."""
+    """Base of the rotary frequencies."""
 
     max_position_embeddings: int = 32_768
-    """Longest document the model is meant for, in tokens. Whether the head uses the embedding's matrix."""
+    """Longest document, in tokens, that the model is meant for. `Qwen3MoePretraining` does not train on longer ones."""
 
     tie_word_embeddings: bool = False
-    """If True, the four attention projections have a bias."""
+    """Whether the head uses the embedding's matrix."""
 
     attention_bias: bool = False
-    """Give the four attention projections a bias."""
+    """Whether the four attention projections have a bias."""
 
     initializer_range: float = 0.02
     """Standard deviation of the initial matrices."""

@@ -1,5 +1,4 @@
-"""A program reads its row in blocks of `LANES x WIDTH` numbers; `WIDTH` of them are the 16 bytes that a thread loads at
-once.
+"""A program reads its row in blocks of `LANES x WIDTH` numbers; a thread loads `WIDTH` numbers, 16 bytes, at once.
 
 A program reads its row in blocks of `LANES x WIDTH` numbers, `WIDTH` of which are the 16 bytes that a thread loads at
 once. Maxima and sums are kept by lane, so threads do not need each other before the end of the row. There is one
