@@ -195,7 +195,7 @@ class MeshDomains:
 
     @property
     def batch(self) -> DeviceMesh:
-        """The domain for data: samples differ along `dp`, their parts along `cp`, and ranks along `tp` have equal data."""
+        """The domain for data: samples differ along `dp`, parts of them along `cp`, and `tp` ranks have equal data."""
         return self._mesh("batch")
 
     @property

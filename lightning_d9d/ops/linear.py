@@ -100,7 +100,7 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` and its gradients; `later` names leaves behind detached weights, and the receiver of their gradients."""
+    """`F.linear` and its gradients; `later` names leaves behind detached weights, and what gets their gradients."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The states of AdamW in float32, bfloat16 and eight bits: which parameters have which, and conversions between them."""
+"""The states of AdamW in float32, bfloat16 and eight bits: their choice by parameter, and conversions between them."""
 
 from __future__ import annotations
 

@@ -453,7 +453,7 @@ def _pass_on(tensor: Tensor, blocks: _Blocks) -> Callable[[], Tensor]:
 
 
 def _in_form_of(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return values in the dtypes and memory order of the tensors, as `_new_gradients` declares them to the compiler."""
+    """Return values in the dtypes and memory order of the tensors, as `_new_gradients` declares to the compiler."""
     return tuple(torch.empty_like(t).copy_(value) for t, value in zip(tensors, values, strict=True))
 
 

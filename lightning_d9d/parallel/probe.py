@@ -272,7 +272,7 @@ class _Declared:
 
 
 class _Results:
-    """Keeps the shapes of results of modules that support shards; random numbers of the same shapes replace them later."""
+    """Keeps the shapes of results of modules that support shards; random numbers replace the results later."""
 
     def __init__(self, axis: TokenAxis, made: Sequence[nn.Module]) -> None:
         self.axis, self.made = axis, made

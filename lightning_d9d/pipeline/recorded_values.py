@@ -380,7 +380,7 @@ def _piece_of(tensor: Tensor) -> Piece:
 
 
 def _kept(leaf: Any) -> Any:
-    """Save an argument for a later call: the place of a meta tensor, or a copy of any other tensor, which may change."""
+    """Save an argument for a later call: the place of a meta tensor, or a copy of another tensor, which may change."""
     if _is_plain_meta(leaf):
         return _piece_of(leaf)
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf

@@ -92,8 +92,7 @@ _Load = TypeVar("_Load", bound=tuple[int, ...])
 def level(
     ranges: Sequence[range], placement: Sequence[int], loads: Callable[[Sequence[range]], Sequence[_Load]]
 ) -> list[range]:
-    """Move boundaries until moving any single item from a stage of the most loaded rank would not make the loads more
-    even.
+    """Move boundaries until no move of one item from the most loaded rank would make the loads more even.
 
     Loads are compared as sorted lists, the largest first. The stage that gives an item gets shorter and the one that
     takes it longer; stages between keep their lengths.

@@ -143,10 +143,8 @@ class D9DModule(OptimizedModule):
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch, on the device, in the form for microbatch hooks; by default unchanged.
 
-        It is called once, before the batch is split.
-
-        Sequences are whole here, and every rank that shares a batch has all of it. The number of rows must stay the
-        same.
+        It is called once, before the batch is split. Sequences are whole here, and every rank that shares a batch has
+        all of it. The number of rows must stay the same.
         """
         return batch
 
@@ -159,7 +157,7 @@ class D9DModule(OptimizedModule):
         return self._rows.split(batch, num_microbatches)
 
     def microbatch_weight(self, microbatch: Any) -> Tensor | None:
-        """Return the weight of `microbatch_loss`, if it is known before the forward, which saves a pass over gradients."""
+        """Return the weight of `microbatch_loss` if it is known before the forward: it saves a pass over gradients."""
         return None
 
     def microbatch_metrics(self, output: Any, microbatch: Any) -> Mapping[str, Tensor | WeightedLoss]:
@@ -178,9 +176,8 @@ class D9DModule(OptimizedModule):
 
         Args:
             skipped: True if the step was skipped (no token had any weight, or see `D9DStrategy.skip_nonfinite`). It is
-                a bool on the device, equal on all ranks, and should be read there without waiting. None means that it
-                was not skipped. Lightning's own strategies do not call this after a step that their loss scaler
-                skipped.
+                a bool on the device, equal on all ranks, to be read there without waiting. None: not skipped.
+                Lightning's own strategies do not call this after a step that their loss scaler skipped.
         """
 
     def model_costs(self, sequence_length: int, bytes_per_element: int) -> ModelCosts | None:
@@ -541,7 +538,7 @@ class D9DModule(OptimizedModule):
         return self._rows.count(batch)
 
     def rows_of(self, microbatch: Any) -> int | None:
-        """Return the rows of a microbatch, the weight of a mean; None for forms without rows, such as packed sequences."""
+        """Return the rows of a microbatch, the weight of a mean; None without rows, as for packed sequences."""
         try:
             return self._rows.count(microbatch, strict=False)
         except ConfigError:
