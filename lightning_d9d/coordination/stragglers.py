@@ -1,4 +1,4 @@
-"""Finds slow ranks: ranks that do the same work are compared, block of steps by block of steps. Pure Python."""
+"""Which rank is slow: ranks that do the same work are compared, block of steps by block of steps. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from itertools import islice
 from statistics import median, median_high
 from typing import Any
 
-PARTS = ("compute", "data")
-"""Parts of a step that a rank does by itself, which are compared. Other programs on its host come and go."""
+PARTS = ("compute", "data", "blocked")
+"""Parts of a step that a rank does by itself. Other programs on its host come and go."""
+COMPARED = ("compute", "work")
+"""The parts in which a rank may be slow: computing, which varies least, or the sum of its parts."""
 ALL_PARTS = (*PARTS, "link", "queue")
 NUM_BLOCKS = 48
-"""Number of blocks of steps in a report."""
+"""A report has so many blocks of steps."""
 NUM_REPORTS = 2
-"""Number of consecutive reports that must agree to name a rank."""
+"""A rank is named by what this many reports have in common."""
 MOST_FALSE_NAMES = 1e-4
-"""Largest probability that a report names a rank although all ranks are alike."""
+"""A report of ranks that are alike has a name with at most this probability."""
 _MOST_COMPARED = 16
-"""Largest number of ranks in a comparison; a median over more ranks costs more and gives the same result."""
+"""A median over more ranks costs more and says the same."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,19 @@ class Times:
     stage: int
     """Ranks of equal stages do the same work."""
     compute: list[float]
-    """Time of everything that the other parts do not cover."""
+    """Where the CPU computes its processor time, else all that is not one of the others."""
     data: list[float]
     """The wait for a batch."""
+    blocked: list[float]
+    """The wait for something else: a file, a lock, another thread."""
     link: list[float]
     """The wait for other ranks."""
     queue: list[float]
-    """The wait for a processor that other programs use; 0 if the system does not tell."""
+    """The wait for a processor that other programs use; 0 where the system does not say."""
 
     @cached_property
     def work(self) -> list[float]:
-        """The seconds of both parts that the rank does by itself."""
+        """The seconds of all parts that the rank does by itself."""
         return [sum(parts) for parts in zip(*(getattr(self, part) for part in PARTS), strict=True)]
 
     def mean(self, part: str) -> float:
@@ -51,7 +55,7 @@ class Times:
 
     @staticmethod
     def is_valid(value: Any) -> bool:
-        """Return whether JSON holds the fields of this class."""
+        """Return whether JSON holds the fields of one."""
         if not (isinstance(value, dict) and value.keys() == set(Times.__annotations__)):
             return False
         lists = [value[part] for part in ALL_PARTS]
@@ -68,10 +72,10 @@ class Straggler:
     host: str
     part: str
     excess: float
-    """Extra time of the part over the median of the other ranks, as a share of their own time."""
+    """The part takes longer than the median of the other ranks by this share of their own time."""
 
     def __str__(self) -> str:
-        what = "waits for data" if self.part == "data" else "computes"
+        what = {"data": "waits for data", "blocked": "waits for a file, a lock or a thread"}.get(self.part, "computes")
         return (
             f"rank {self.rank} on {self.host} is slow: in each step it {what} longer than the other ranks of its "
             f"stages, by {self.excess:.0%} of their own time"
@@ -81,40 +85,45 @@ class Straggler:
 class Comparison:
     """Compares ranks report by report.
 
-    A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is
-    given as a share of the time that these others spend by themselves. So a disturbance that slows all ranks makes no
-    excess. Both parts together count: if a rank computes longer and waits less for data, no other rank waits for it.
+    A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is a
+    share of what these others do by themselves. So what slows all ranks makes no excess.
 
-    The blocks of the last two reports decide. A rank is named if all of these hold:
+    The blocks of the last two reports decide. A rank is named if all this holds for what it computes, or for all that
+    it does by itself:
 
     - The median of its excess is above the threshold.
-    - The lower end of a confidence interval for this median is above half of the threshold. Its ends are order
-      statistics, so the distribution does not matter; `num_slow_blocks` gives the assumptions.
-    - The median of each half of a report is above half of the threshold, too: a burst of other work comes and goes.
+    - The lower end of a confidence interval for this median is above half of it. Its ends are order statistics, so the
+      distribution does not matter; `num_slow_blocks` says what does.
+    - So is the median of each half of a report: a burst of other work comes and goes.
+    - So is the median of the excess of all that it does by itself. A rank that computes longer and waits less for data
+      keeps nobody waiting.
 
-    The part with the larger median is named.
+    The part that is named is the one with the larger median.
 
     Args:
-        threshold: Threshold, as a share of the others' own time in a step.
+        threshold: A share of the others' own time in a step.
     """
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self._reports: deque[Sequence[Times]] = deque(maxlen=NUM_REPORTS)
+        self._usual: dict[tuple[tuple[int, ...], str], list[float]] = {}
 
     def add(self, report: Sequence[Times]) -> list[Straggler]:
-        """Return the ranks that are slow according to this report.
+        """Return the ranks that are slow as of this report.
 
         Args:
-            report: Times, one for each rank.
+            report: One for each rank.
         """
         self._reports.append(report)
         if len(self._reports) < NUM_REPORTS:
             return []
-        found = []
+        self._usual.clear()
+        found, needed = [], num_slow_blocks(len(report))
         for rank, own in enumerate(report):
-            work = self._excess(rank, "work")
-            if work and self._is_slow(work, num_slow_blocks(len(report))):
+            excess = {part: self._excess(rank, part) for part in COMPARED}
+            keeps_others = excess["work"] and median(excess["work"]) > self.threshold / 2
+            if keeps_others and any(self._is_slow(blocks, needed) for blocks in excess.values()):
                 medians = {part: median(self._excess(rank, part)) for part in PARTS}
                 part = max(PARTS, key=medians.__getitem__)
                 found.append(Straggler(rank, own.host, part, medians[part]))
@@ -127,42 +136,52 @@ class Comparison:
         return median(excess) > self.threshold and min(lower_end, *map(median, halves)) > self.threshold / 2
 
     def _excess(self, rank: int, part: str) -> list[float]:
-        """Return the excess of each block; nothing if no other rank does the same work."""
+        """Return that of each block; nothing where no other rank does the same work."""
         found = []
-        for report in self._reports:
+        for number, report in enumerate(self._reports):
             stage = report[rank].stage
-            alike = (each for other, each in enumerate(report) if each.stage == stage and other != rank)
-            others = list(islice(alike, _MOST_COMPARED))
-            blocks = zip(getattr(report[rank], part), _usual(others, part), _usual(others, "work"), strict=False)
-            found += [(own - usual) / max(work, 1e-9) for own, usual, work in blocks]
+            alike = (other for other, each in enumerate(report) if each.stage == stage and other != rank)
+            others = (number, *islice(alike, _MOST_COMPARED))
+            usual = zip(self._usual_of(others, part), self._usual_of(others, "work"), strict=True)
+            blocks = zip(getattr(report[rank], part), usual, strict=False)
+            found += [(own - each) / max(work, 1e-9) for own, (each, work) in blocks]
         return found
+
+    def _usual_of(self, others: tuple[int, ...], part: str) -> list[float]:
+        """Return the higher median of each block; nothing without ranks. Most ranks are compared with the same ones.
+
+        Args:
+            others: The number of the report, and ranks.
+            part: Of theirs.
+        """
+        if (others, part) not in self._usual:
+            number, *ranks = others
+            times = (getattr(self._reports[number][rank], part) for rank in ranks)
+            self._usual[others, part] = [median_high(block) for block in zip(*times, strict=True)]
+        return self._usual[others, part]
 
 
 @cache
 def num_slow_blocks(num_ranks: int) -> int:
-    """Return in how many of all n blocks the excess of a named rank must be above half of the threshold.
+    """Return in how many of all n blocks the excess of a rank that is named must be above half of the threshold.
 
-    Suppose that ranks are alike: in a block the times of a stage are exchangeable, and blocks are independent. Then a
-    rank is above the higher median of the others with a probability of at most 1/2. The number X of such blocks has
+    Let ranks be alike: in a block the times of a stage are exchangeable, and blocks are independent. Then a rank is
+    above the higher median of the others with a probability of at most 1/2. The number X of such blocks has
     `P(X >= k) <= sum(C(n, i) for i in k..n) / 2**n`, as in the sign test. The smallest k for which this is at most
-    `MOST_FALSE_NAMES / num_ranks` is needed (Bonferroni), or all blocks. If k blocks are above a value, so is the order
-    statistic n - k + 1, the lower end of the interval. See Thompson, Annals of Mathematical Statistics 7, 1936.
+    `MOST_FALSE_NAMES / num_ranks / len(COMPARED)` is needed (Bonferroni), or all blocks. If k blocks are above a value,
+    so is the order statistic n - k + 1, the lower end of the interval. See Thompson, Annals of Mathematical Statistics
+    7, 1936.
     """
-    num_blocks = NUM_REPORTS * NUM_BLOCKS
+    num_blocks, num_tests = NUM_REPORTS * NUM_BLOCKS, num_ranks * len(COMPARED)
     tail, needed = 1, num_blocks
-    while (tail + math.comb(num_blocks, needed - 1)) * num_ranks <= MOST_FALSE_NAMES * 2**num_blocks:
+    while (tail + math.comb(num_blocks, needed - 1)) * num_tests <= MOST_FALSE_NAMES * 2**num_blocks:
         needed -= 1
         tail += math.comb(num_blocks, needed)
     return needed
 
 
 def of_block(steps: Sequence[float]) -> float:
-    """Return the interquartile mean, which ignores single steps that are far too long or too short."""
+    """Return the interquartile mean: single steps that are far too long or too short do not count."""
     cut = len(steps) // 4
     middle = sorted(steps)[cut : len(steps) - cut]
     return sum(middle) / len(middle)
-
-
-def _usual(ranks: Sequence[Times], part: str) -> list[float]:
-    """Return the higher median of each block over ranks; nothing without ranks."""
-    return [median_high(block) for block in zip(*(getattr(each, part) for each in ranks), strict=True)]
