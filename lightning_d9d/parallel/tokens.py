@@ -170,7 +170,7 @@ def own_chunks(
     missing = -length % tokens.multiple
     if missing and padding is None:
         raise ConfigError(
-            f"a batch has sequences of {length} tokens, which the ranks cannot share evenly: the length must be a "
+            f"a batch has sequences of {length} tokens, which the ranks cannot share evenly. The length must be a "
             f"multiple of {tokens.multiple} (tensor_parallel={tokens.num_slices}"
             + (f" x 2 x {tokens.sequence.size} ranks of context parallelism" if tokens.sequence.size > 1 else "")
             + (

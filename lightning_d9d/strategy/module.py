@@ -63,8 +63,7 @@ class D9DModule(OptimizedModule):
     """
 
     share_predictions: bool = True
-    """If True, `predict` returns the same on every rank of a pipeline. Otherwise ranks without the last stage get None,
-    and nothing is sent."""
+    """If True, `predict` returns the same on every rank. Otherwise ranks without the last stage get None."""
 
     sequence_dims: ClassVar[Mapping[str, int]] = {}
     """By name, the dim of tokens in the tensors of a batch. Context parallelism shards these tensors, and tensor

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Iterable
+from pathlib import Path
 
 from tests.words.__main__ import ROOT, files_read
 from tests.words.rules import sentences_of
@@ -19,11 +21,11 @@ NUMBER = 60
 MIN_WORDS = 4
 
 
-def draw(seed: int = SEED, number: int = NUMBER) -> list[str]:
+def draw(seed: int = SEED, number: int = NUMBER, files: Iterable[Path] = ()) -> list[str]:
     """Return sentences as lines `path:line: kind: sentence`; the same seed and files give the same ones."""
     found = [
         f"{path.relative_to(ROOT).as_posix()}:{text.line}: {text.kind}: {sentence}"
-        for path in files_read()
+        for path in files or files_read()
         for text in texts_of(path.name, path.read_text(encoding="utf-8"))
         for sentence in sentences_of(text)
         if len(sentence.split()) >= MIN_WORDS

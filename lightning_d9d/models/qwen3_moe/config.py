@@ -120,10 +120,10 @@ class Qwen3MoeConfig:
     """Longest document, in tokens, that the model is meant for. `Qwen3MoePretraining` does not train on longer ones."""
 
     tie_word_embeddings: bool = False
-    """Whether the head uses the embedding's matrix."""
+    """If True, the head uses the embedding's matrix."""
 
     attention_bias: bool = False
-    """Whether the four attention projections have a bias."""
+    """If True, the four attention projections have a bias."""
 
     initializer_range: float = 0.02
     """Standard deviation of the initial matrices."""
