@@ -529,9 +529,7 @@ class D9DStrategy(SaveHooks):
         return self._checkpoints.load(checkpoint_path, weights_only, io, module, self._prepare_to_load, fits=fits)
 
     def _prepare_to_load(self, checkpoint: Mapping[str, Any], names: Collection[str]) -> None:
-        """Build the stages that `Auto` had chosen in the saved run, and load pretrained weights that the checkpoint
-        lacks. Collective.
-        """
+        """Build the stages that `Auto` chose in the saved run; load weights that the checkpoint lacks. Collective."""
         module = self.lightning_module
         if module is None:  # a file is read for its own sake
             return
