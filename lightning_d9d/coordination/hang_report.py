@@ -23,7 +23,7 @@ class Silent:
 
     reason: str
     stacks: str = ""
-    """Stacks that C code wrote, which does not need the interpreter."""
+    """Stacks of its threads, written by C code that does not need the interpreter."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def check_launcher_is_noticed(environment: ClusterEnvironment) -> None:
     """Refuse to train alone, or to launch ranks, in one of several processes that a launcher started.
 
     Raises:
-        ConfigError: Raised with the way to make Lightning detect the launcher.
+        ConfigError: Lightning does not detect the launcher; the message says how to make it do so.
     """
     if environment.creates_processes_externally or "NODE_RANK" in os.environ:
         return

@@ -69,7 +69,7 @@ class ReplicaMean:
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Restore the own values. Local; does nothing if none are kept."""
+        """Restore this replica's own values. Local; does nothing if none are kept."""
         own, self._own = self._own, None
         for tensor, value in own or ():
             local(tensor).copy_(value)

@@ -48,7 +48,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return losses, log-sum-exps, and the gradients of the losses' sum with respect to `x`, `weight`, `bias`, logits.
 
-    The last four arguments select the gradients to compute; the others are empty. Those of logits need a single chunk.
+    The last four arguments select the gradients to compute; the others are empty. Gradients of logits need one chunk.
     """
     options, wanted = ChunkOptions(*arguments[:-4]), arguments[-4:]
     is_counted = labels != options.ignore_index

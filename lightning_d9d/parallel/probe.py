@@ -115,7 +115,7 @@ def probe(
         kwargs: The keyword arguments.
         mesh: The mesh of all ranks.
         axis: Finds the tokens in these.
-        modes: Which of its modules are in training mode. In training, norms over tokens mix; dropout does not.
+        modes: The modules that are in training mode. In training, norms over tokens mix; dropout does not.
         loss: Loss and metrics, for the last stage.
 
     Raises:

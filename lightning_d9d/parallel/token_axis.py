@@ -84,7 +84,7 @@ class TokenAxis:
         return torch.where(taken.view([-1 if each == dim else 1 for each in range(x.dim())]), self.reversed(x), x)
 
     def has_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> bool:
-        """Return whether some token at such a place has a NaN."""
+        """Return whether a token at one of these places has a NaN."""
         if (dim := self.dim_of(x)) is None or not x.is_floating_point():
             return False
         return bool(x.isnan().movedim(dim, 0).flatten(1).any(1)[place(self.places(x, dim))].any())

@@ -273,7 +273,7 @@ class MixedReplicas:
         return found
 
     def _tensors(self) -> list[Tensor]:
-        """Return all that a replica has of its own, in the same order each time."""
+        """Return all tensors of a replica, in the same order each time."""
         return [*self._model.parameters(), *self._model.buffers(), *self._states()]
 
 

@@ -64,12 +64,12 @@ class MixingHooks(RankHooks):
             self.mixed.global_average()
 
     def on_validation_end(self) -> None:
-        """Continue with the own values. Local."""
+        """Continue with this replica's own values. Local."""
         super().on_validation_end()
         self.revert_global_average()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Restore the own values. Local."""
+        """Restore this replica's own values. Local."""
         super().on_exception(exception)
         self.revert_global_average()
 

@@ -144,7 +144,7 @@ def check_parameter_groups(optimizer: Optimizer) -> None:
 
 
 def takes_scalars(optimizer: Optimizer) -> bool:
-    """Return whether its `step` reads a divisor of gradients from `grad_scale`, and skips by `found_inf`."""
+    """Return whether its `step` divides gradients by `grad_scale`, and skips the update if `found_inf` says so."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     return supports and all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded group may not be
 

@@ -1,4 +1,4 @@
-"""Files beside a checkpoint, with the own values of each rank of replicas that mix."""
+"""Files beside a checkpoint, with the values of each rank of replicas that mix."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class RankHooks(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        """This process's number among all."""
+        """The global rank of this process."""
         return super().global_rank if self.is_distributed else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Weights of which a part has been updated, and the uses of them that are refused."""
+"""Weights that are only partly updated, and the uses of them that are refused."""
 
 from __future__ import annotations
 

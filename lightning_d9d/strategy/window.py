@@ -1,7 +1,7 @@
 """An accumulation window: the batches between two optimizer steps, and the divisor of their gradients.
 
 [Note: windows] A window begins where Lightning zeroes gradients (every `accumulate_grad_batches`-th batch of an epoch).
-It also begins after a batch that was the last of one. So gradients without a step are dropped, as in stock Lightning.
+It also begins after the last batch of another window. So gradients without a step are dropped, as in stock Lightning.
 This happens if `on_train_batch_start` returned -1 inside a window, an overridden `optimizer_step` skipped the step, or
 a closure ran twice.
 """
@@ -27,7 +27,7 @@ class Window:
         self.parameters = parameters
         self.num_ranks = num_ranks
         self.weight: Tensor | None = None
-        """The weight of all its batches over all ranks, float64. None: losses are means, or nothing has run."""
+        """The weight of its batches over all ranks, float64. None: losses are means, or nothing has run."""
         self.is_scaled = False
         """True if its losses were divided by the total weight before backward."""
         self.is_idle = False

@@ -101,6 +101,6 @@ def _of_page(source: str) -> Iterator[Text]:
             yield Text(Kind.PROSE, start, " ".join(gathered))
             gathered = []
         if line.strip() and not _NOT_PROSE.match(line):
-            if not gathered:
-                start, item = number, int(marker[1] or 0) if marker else 0
+            start = start if gathered else number
+            item = int(marker[1]) if marker and marker[1] else item
             gathered.append(line[marker.end() if marker else 0 :].strip())
