@@ -169,7 +169,8 @@ def _widens(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
 def _halves(wide: Tensor) -> Tensor:
     """Return a float32 gradient as the sum of two in bfloat16.
 
-    [Note: two halves] The second is the remainder after rounding to the first, so together they have 16 bits. A product with both is one product with twice as many columns. Numbers that are infinite, or rounded to infinity, become NaN.
+    [Note: two halves] The second is the remainder after rounding to the first, so together they have 16 bits. A product
+    with both is one product with twice as many columns. Numbers that are infinite, or rounded to infinity, become NaN.
 
     Args:
         wide: Shape `[rows, columns]`.
