@@ -1,6 +1,6 @@
-"""Everything a developer runs: `nox -l` lists it, `nox -s NAME` runs it.
+"""Every developer command: `nox -l` lists them, `nox -s NAME` runs one.
 
-Sessions make their own environment with the versions in tests/constraints.txt. The ones for GPUs use the current
+Sessions make their own environment with the versions in tests/constraints.txt. The sessions for GPUs use the current
 Python, and each is one plain command that also runs without nox.
 """
 
@@ -17,7 +17,7 @@ SUITE_REQUIREMENTS = (
     *("pytest-xdist", "pytest-rerunfailures", "pytest-random-order", "psutil", "pandas", "scikit-learn", "tensorboard"),
     *("cloudpickle", "fastapi", "uvicorn", "httpx"),
 )
-"""Packages that the tests of Lightning need beside those of this package."""
+"""Packages that the tests of Lightning need besides those of this package."""
 
 
 def _install(session: nox.Session, *extras: str) -> None:
@@ -36,7 +36,7 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that needs no GPU."""
+    """Run all tests that need no GPU."""
     _install(session, "test")
     # One thread a process: the models are tiny, and rank tests fill the cores with processes.
     session.run("python", "-m", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
@@ -44,14 +44,17 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def quick(session: nox.Session) -> None:
-    """The tests that are quick, and ten of two ranks: at most two minutes on two cores. tests/README.md has more."""
+    """Run the quick tests, and ten of two ranks: at most two minutes on two cores. tests/README.md describes them."""
     _install(session, "test")
     session.run("python", "-m", "tests", "quick", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)
 def meshes(session: nox.Session) -> None:
-    """Compare every mesh, and every number of microbatches, with one process on the CPU. GPUs: `--device cuda`."""
+    """Compare every mesh, and every number of microbatches, with one process on the CPU.
+
+    On GPUs use `--device cuda`.
+    """
     _install(session, "test")
     others = (
         *("tests/pipeline/test_executor.py", "tests/benchmarks/test_training.py"),
@@ -66,28 +69,31 @@ def meshes(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def chaos(session: nox.Session) -> None:
-    """Kill training jobs at random moments, 200 times unless `-- --kills N --jobs N`, and go on from what they left."""
+    """Kill training jobs at random moments, 200 times by default, and resume from their checkpoints.
+
+    `-- --kills N --jobs N` sets the numbers of kills and jobs.
+    """
     _install(session, "test")
     session.run("python", "-m", "tests.chaos", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
-    """Hand readers of files what was changed at random, for an hour unless `-- --minutes N --jobs N`."""
+    """Pass randomly changed files to readers, for an hour unless `-- --minutes N --jobs N`."""
     _install(session, "test")
     session.run("python", "-m", "tests.fuzz", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)
 def stress(session: nox.Session) -> None:
-    """Tests whose processes fork or end, 200 times, three at a time; `-- --rounds N --jobs N` for others."""
+    """Run tests whose processes fork or end, 200 times, three at a time; `-- --rounds N --jobs N` for others."""
     _install(session, "test")
     session.run("python", "-m", "tests.stress", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, style, import layers, spelling, words."""
+    """Check format, style, import layers, spelling and words."""
     # Not the project: these tools read the code and import none of it.
     session.install("-q", "ruff", "import-linter", "codespell", "-c", CONSTRAINTS)
     session.run("ruff", "format", "--check", ".")
@@ -99,7 +105,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Static types with pyright."""
+    """Check static types with pyright."""
     _install(session, "dev")
     session.run("pyright", *session.posargs)
 
@@ -129,7 +135,10 @@ def latest(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def lightning_suite(session: nox.Session) -> None:
-    """Lightning's own tests under D9DStrategy, compared with a list: `-- PATH` of a checkout. About 15 minutes."""
+    """Run Lightning's own tests under D9DStrategy, and compare failures with a list: `-- PATH` of a checkout.
+
+    This takes about 15 minutes.
+    """
     _install(session, "test")
     session.install("-q", *SUITE_REQUIREMENTS, "-c", CONSTRAINTS)
     session.run("python", "-m", "tests.lightning_suite", *session.posargs, env={"OMP_NUM_THREADS": "1"})
@@ -137,7 +146,10 @@ def lightning_suite(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def litdata(session: nox.Session) -> None:
-    """Tests with litdata. Not in the other sessions: it brings torchvision and clients of clouds."""
+    """Run tests with litdata.
+
+    They are not in the other sessions, because litdata installs torchvision and cloud clients.
+    """
     _install(session, "test")
     session.install("-q", "litdata", "-c", CONSTRAINTS)
     session.run("pytest", "-m", "litdata", *session.posargs, env={"OMP_NUM_THREADS": "1"})
@@ -145,7 +157,10 @@ def litdata(session: nox.Session) -> None:
 
 @nox.session(default=False, python="3.11")
 def loggers(session: nox.Session) -> None:
-    """Tests with TensorBoard, W&B, MLflow and Aim. Not in the other sessions: they bring servers and databases."""
+    """Run tests with TensorBoard, W&B, MLflow and Aim.
+
+    They are not in the other sessions, because these install servers and databases.
+    """
     _install(session, "test", "aim")
     session.install("-q", "tensorboard", "wandb", "mlflow-skinny")
     session.run("pytest", "-m", "loggers", *session.posargs, env={"OMP_NUM_THREADS": "1"})
@@ -153,7 +168,10 @@ def loggers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def mpi(session: nox.Session) -> None:
-    """Tests with mpi4py. Not in the other sessions: every process that makes a Trainer would start MPI."""
+    """Run tests with mpi4py.
+
+    They are not in the other sessions, because every process that makes a Trainer would start MPI.
+    """
     _install(session, "test")
     session.install("-q", "mpi4py", "mpich")
     session.run("pytest", "-m", "mpi", *session.posargs, env={"OMP_NUM_THREADS": "1"})
@@ -161,19 +179,22 @@ def mpi(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def gpu(session: nox.Session) -> None:
-    """Tests that need one GPU: `python -m pytest -m gpu`."""
+    """Run tests that need one GPU: `python -m pytest -m gpu`."""
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)
 def gpu_ranks(session: nox.Session) -> None:
-    """The rank tests with nccl, as far as there are GPUs: `python -m pytest -m ranks --device cuda`."""
+    """Run the rank tests with nccl, as far as there are GPUs: `python -m pytest -m ranks --device cuda`."""
     session.run("python", "-m", "pytest", "-m", "ranks", "--device", "cuda", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)
 def sanitizer(session: nox.Session) -> None:
-    """Every op at small sizes while each access to a GPU's memory is watched. About four minutes on an H200."""
+    """Run every op at small sizes while each access to a GPU's memory is checked.
+
+    This takes about four minutes on an H200.
+    """
     watched = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     command = [*watched, "python", "-m", "tests.ops.sanitized", *session.posargs]
     session.run(*command, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, external=True)
@@ -181,5 +202,5 @@ def sanitizer(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
-    """Benchmarks, each against a peer in the same run: `python -m tests.benchmarks`."""
+    """Run benchmarks, each against a peer in the same run: `python -m tests.benchmarks`."""
     session.run("python", "-m", "tests.benchmarks", *session.posargs)

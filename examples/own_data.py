@@ -1,4 +1,4 @@
-"""Data of your own for a configuration: a LightningDataModule. `own_model.yaml` uses it."""
+"""Your own data for a configuration: a LightningDataModule. `own_model.yaml` uses it."""
 
 import lightning as L
 import torch

@@ -1,4 +1,4 @@
-"""Your own model as a D9DModule: say how to build it, feed it and score it. `python examples/own_model.py`."""
+"""Your own model as a D9DModule: how it is built, its inputs and its loss. `python examples/own_model.py`."""
 
 import lightning as L
 import torch

@@ -1,4 +1,4 @@
-"""The names of `lightning_d9d` itself, which imports this module when the first of them is asked for."""
+"""The names of `lightning_d9d` itself; this module is imported when one of them is first used."""
 
 from __future__ import annotations
 

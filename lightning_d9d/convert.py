@@ -1,4 +1,4 @@
-"""`lightning-d9d convert`: weights from one form to another, from the shell, without a GPU.
+"""`lightning-d9d convert` converts weights between formats from the shell, without a GPU.
 
 Between Hugging Face directories it changes dtype, size of files and layout of experts. A checkpoint, a file or a
 directory of many ranks, becomes a Hugging Face directory. A checkpoint directory can also become one `.ckpt` file,
@@ -60,10 +60,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def main(chosen: argparse.Namespace) -> None:
-    """Runs the command.
+    """Run the command.
 
     Args:
-        chosen: What `lightning_d9d.cli.commands.convert_parser` reads.
+        chosen: Arguments as `lightning_d9d.cli.commands.convert_parser` reads them.
 
     Raises:
         StateError: The source is missing, damaged or of another kind, or the target cannot be written.
@@ -82,7 +82,7 @@ def main(chosen: argparse.Namespace) -> None:
         with reading(other):
             refuse_overlap(place_of(other), target)
     if is_there and not chosen.overwrite:
-        raise StateError(f"{chosen.target} exists; choose another or add --overwrite")
+        raise StateError(f"{chosen.target} exists; choose another target or add --overwrite")
     if isinstance(file, UrlPath):
         raise ConfigError(f"{file} is a URL; a .ckpt file needs a path on a file system")
     if file:
@@ -162,7 +162,7 @@ def _with_own_adapters(
     def matrices(site: Site) -> tuple[Tensor, Tensor]:
         names = [f"{site.prefix}{each}" for each in "ab"]
         if missing := [name for name in names if name not in stored]:
-            raise StateError(f"{source} lacks {missing[0]}, which its own peft asks for; give another checkpoint")
+            raise StateError(f"{source} lacks {missing[0]}, which its own peft setting needs; give another checkpoint")
         a, b = (stored[name][(slice(None),) * len(stored[name].shape)] for name in names)
         return a, b
 
@@ -182,8 +182,8 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
     values, weights = _read(source)
     if ARGUMENTS_KEY not in values:
         raise ConfigError(
-            f"{source} is no checkpoint of Qwen3MoePretraining, so it has no form of Hugging Face's; give a target "
-            "that ends with .ckpt, or save its weights with lightning_d9d.state.save_tensors"
+            f"{source} is not a checkpoint of Qwen3MoePretraining, so it cannot be exported to Hugging Face's format. "
+            "Give a target that ends with .ckpt, or save its weights with lightning_d9d.state.save_tensors"
         )
     arguments = saved_arguments(values[ARGUMENTS_KEY], source)
     config, method = arguments.get("config"), arguments.get("peft")
@@ -198,12 +198,12 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
             "weights from the run, with the callback HuggingFaceExport, or its adapters with save_adapter"
         )
     if missing:
-        raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")
+        raise StateError(f"{source} lacks {missing[0]}, which its own configuration needs; give another checkpoint")
     for name, spec in parameters.items():
         shape, stored_dtype = tuple(weights[name].shape), weights[name].dtype
         if shape != spec.shape or stored_dtype not in DTYPE_NAMES:
             raise StateError(
-                f"{source}: {name} is {stored_dtype} of shape {shape}, and its own configuration asks for a weight of "
+                f"{source}: {name} is {stored_dtype} of shape {shape}, but its own configuration needs a weight of "
                 f"shape {spec.shape}; give another checkpoint"
             )
     used = {name: weights[name] for name in parameters}  # without what Hugging Face's Qwen3-MoE does not know
@@ -233,7 +233,10 @@ def _described(config: Mapping[str, Any], specs: Mapping[str, Spec], dtype: torc
 
 
 class _Saved:
-    """A tensor of a checkpoint directory, which is read whole. The last one read is kept: slices come one by one."""
+    """A tensor of a checkpoint directory, which is read whole.
+
+    The last tensor that was read is kept, because slices come one by one.
+    """
 
     def __init__(self, read: Callable[[str], Tensor], name: str, spec: StoredTensor) -> None:
         self._read, self._name = read, name
@@ -263,15 +266,15 @@ def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_only: bool) -> None:
-    """Write a checkpoint directory as Lightning's own file. All of it is in memory then."""
+    """Write a checkpoint directory as Lightning's own file. The whole checkpoint is then in memory."""
     if (Path(source) / "config.json").is_file():
         raise ConfigError(
-            f"{source} is a Hugging Face directory, of which no .ckpt file is made: start a training from it with "
+            f"{source} is a Hugging Face directory, which cannot become a .ckpt file. Start a training from it with "
             f"Qwen3MoePretraining(preset={source!r}, pretrained={source!r})"
         )
     if not is_directory(source):
         raise ConfigError(
-            f"{source} is no checkpoint directory, which is what {target} can be made of; give one, or a target "
+            f"{source} is not a checkpoint directory, and {target} can be made only from one. Give one, or a target "
             "without .ckpt for a Hugging Face directory"
         )
     checkpoint = open_directory(source, alone=True)
@@ -297,7 +300,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _say_directory(target: str) -> None:
-    """Print what a Hugging Face directory has."""
+    """Print the contents of a Hugging Face directory."""
     reader = SafetensorsReader(target)
     stored = [reader[name] for name in reader]
     others = sorted(name for name in names_in(reader.path) if not name.endswith(".safetensors"))
@@ -310,7 +313,7 @@ def _say_directory(target: str) -> None:
 
 
 def _in_words(dtypes: Sequence[torch.dtype]) -> str:
-    """Say how many tensors have each dtype."""
+    """Return how many tensors have each dtype, as text."""
     counts = Counter(str(dtype).removeprefix("torch.") for dtype in dtypes)
     return " and ".join(f"{number} tensors in {name}" for name, number in counts.items())
 
@@ -318,5 +321,5 @@ def _in_words(dtypes: Sequence[torch.dtype]) -> str:
 def _num_bytes(text: str) -> int:
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]I?B|)", text.upper())
     if parsed is None or (number := int(float(parsed[1]) * _UNITS[parsed[2]])) == 0:
-        raise ConfigError(f"--max-shard-size {text} is no size; give one such as 500MB or 2GiB")
+        raise ConfigError(f"--max-shard-size {text} is not a size; give one such as 500MB or 2GiB")
     return number

@@ -1,7 +1,7 @@
-"""`lightning-d9d doctor`: is this machine, or are the ranks of this job, fit to train?
+"""`lightning-d9d doctor` checks whether this machine, or the ranks of this job, can train.
 
-Alone it looks at this machine and joins processes of its own, two or one a GPU. Started by torchrun, SLURM or another
-launcher it joins the job's ranks instead, and rank 0 prints.
+Without a launcher it checks this machine and starts two processes, or one for each GPU. Started by torchrun, SLURM or
+another launcher it joins the job's ranks instead, and rank 0 prints.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Finding:
     """A line of the table."""
 
     level: Level
-    """The value "note" means that something optional is missing; "BROKEN", that training needs it."""
+    """The severity: "note" means that something optional is missing; "BROKEN", that training needs it."""
     name: str
     value: str
     remedy: str = ""
@@ -69,12 +69,12 @@ class RankReport:
     rank: int
     host: str
     findings: list[Finding]
-    """Findings about its machine. All of rank 0's are printed; of other ranks, only what is wrong."""
+    """Findings about the rank's machine. All findings of rank 0 are printed; of other ranks, only the problems."""
     versions: dict[str, str | None]
     clock_offset_seconds: float
-    """This rank's clock ahead of rank 0's."""
+    """How far this rank's clock is ahead of rank 0's."""
     clock_error_seconds: float
-    """Half of the round trip that the offset was measured with."""
+    """Half of the round trip of the measurement."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class GroupReport:
 
 
 def examine_versions(versions: dict[str, str | None], has_gpu: bool) -> Iterator[Finding]:
-    """Compare with what the package needs. Triton is for GPUs alone."""
+    """Compare versions with those that the package needs. Triton is needed only on GPUs."""
     for name, version in versions.items():
         minimum, tested = env.MINIMUM_VERSIONS.get(name), env.newest_tested(name, version)
         needed = has_gpu or name not in ("triton", "CUDA")
@@ -106,7 +106,7 @@ def examine_versions(versions: dict[str, str | None], has_gpu: bool) -> Iterator
 
 
 def examine_packages(packages: Sequence[env.OptionalPackage]) -> Iterator[Finding]:
-    """Optional packages, with the way to install those that are missing."""
+    """Return findings about optional packages, with the command to install those that are missing."""
     for package in packages:
         if package.version is None:
             yield Finding("note", package.name, "not installed", f"pip install 'lightning-d9d[{package.extra}]'")
@@ -127,7 +127,7 @@ def examine_devices(num_devices: int, seen_by_driver: str | None) -> Iterator[Fi
 
 
 def examine_space(folder: Path, free_bytes: int, shared_bytes: int | None, num_devices: int) -> Iterator[Finding]:
-    """Free disk space where the command runs, and the size of shared memory."""
+    """Return the free disk space in the current folder, and the size of shared memory."""
     level: Level = "BROKEN" if free_bytes < MIN_DISK_BYTES else "warning" if free_bytes < LOW_DISK_BYTES else "ok"
     remedy = "" if level == "ok" else "checkpoints go to trainer.default_root_dir; set it to a larger disk"
     yield Finding(level, "free disk", f"{free_bytes / GIB:.1f} GiB in {folder}", remedy)
@@ -139,7 +139,7 @@ def examine_space(folder: Path, free_bytes: int, shared_bytes: int | None, num_d
 
 
 def examine_machine() -> list[Finding]:
-    """Return all findings about this machine. Leaves CUDA uninitialized."""
+    """Return all findings about this machine. CUDA is not initialized."""
     num_devices = env.num_cuda_devices()
     shared = shutil.disk_usage(env.SHARED_MEMORY).total if env.SHARED_MEMORY.exists() else None
     return [
@@ -162,9 +162,9 @@ def examine_group(
     """Check all ranks. Collective; rank 0's report covers all of them.
 
     Args:
-        device: This rank's CUDA device, None where it has none.
-        begin: Gets which backend comes next, in case it hangs.
-        gloo_group: All ranks, with gloo; None if the default group is that.
+        device: This rank's CUDA device, None if it has none.
+        begin: Called with the next backend, in case it hangs.
+        gloo_group: All ranks, with gloo; None if the default group uses gloo.
     """
     begin("gloo")
     rank = dist.get_rank()
@@ -211,7 +211,7 @@ def _all_reduce(device: torch.device, group: dist.ProcessGroup | None, backend: 
 
 
 def broken_group(backend: str, problem: str) -> Finding:
-    """Ranks that cannot meet."""
+    """Return a finding about ranks that cannot join."""
     remedy = {
         "gloo": "let the machine's name resolve to an address that the others reach, or set GLOO_SOCKET_IFNAME",
         "nccl": "run again with NCCL_DEBUG=INFO; set NCCL_SOCKET_IFNAME where the network interface is the wrong one",
@@ -239,7 +239,7 @@ def _copy_bandwidth(device: torch.device) -> Finding:
 
 
 def _links(device: torch.device | None) -> Iterator[Finding]:
-    """Devices of this machine and which of them reach each other's memory."""
+    """Return the devices of this machine, and which of them can access each other's memory."""
     if device is None:
         return
     devices = env.cuda_devices()
@@ -258,7 +258,7 @@ def _links(device: torch.device | None) -> Iterator[Finding]:
 
 
 def _clock_offset(group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """Seconds by which this rank's clock is ahead of rank 0's, and how far that may be wrong. Collective."""
+    """Return the seconds by which this rank's clock is ahead of rank 0's, and the possible error. Collective."""
     best = (0.0, float("inf")) if dist.get_rank() else (0.0, 0.0)
     clock = torch.zeros(1, dtype=torch.float64)
     for peer in range(1, dist.get_world_size()):
@@ -276,7 +276,7 @@ def _clock_offset(group: dist.ProcessGroup | None) -> tuple[float, float]:
 
 
 def compare_ranks(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """Yield differences between ranks that must be equal, and what is wrong on ranks other than 0."""
+    """Yield differences between ranks that must be equal, and problems of ranks other than 0."""
     first = ranks[0]
     for report in ranks[1:]:
         place = f"rank {report.rank} on {report.host}"
@@ -310,7 +310,7 @@ def _report_findings(report: GroupReport) -> list[Finding]:
 
 
 def examine_here(limit_seconds: float = LOCAL_SECONDS) -> list[Finding]:
-    """Start processes on this machine, two or one a GPU, and let them meet on the loopback interface."""
+    """Start processes on this machine, two or one for each GPU, which join on the loopback interface."""
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     size = max(2, env.num_cuda_devices())
     receiver, sender = context.Pipe(duplex=False)
@@ -331,7 +331,7 @@ def examine_here(limit_seconds: float = LOCAL_SECONDS) -> list[Finding]:
 
 
 def _wait_for_report(receiver: Connection, deadline: float) -> GroupReport | Finding:
-    """Return rank 0's report, or a rank's finding. Rank 0 first sends the name of each backend that it begins with."""
+    """Return rank 0's report, or a rank's finding. Rank 0 first sends the name of each backend before it is tried."""
     backend = "gloo"
     while receiver.poll(max(0.0, deadline - time.monotonic())):
         try:
@@ -368,7 +368,7 @@ def _run_rank(rank: int, size: int, store: str, sender: Connection) -> None:
 
 
 def find_launcher() -> ClusterEnvironment | None:
-    """Return the launcher that started this process as one of several, if any did."""
+    """Return the launcher that started this process as one of several, if there is one."""
     kinds = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
     found = next((kind() for kind in kinds if kind.detect()), None)
     if found is None and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -377,10 +377,10 @@ def find_launcher() -> ClusterEnvironment | None:
 
 
 def examine_job(launcher: ClusterEnvironment, limit_seconds: float = JOB_SECONDS) -> list[Finding]:
-    """Join all ranks of the job and look at them. Collective; every rank has the same findings, of all of them.
+    """Join all ranks of the job and check them. Collective; every rank returns the findings of all ranks.
 
     Raises:
-        RankError: The ranks could not meet, or lost each other.
+        RankError: The ranks could not join, or lost each other.
     """
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = launcher.main_address, str(launcher.main_port)
     rank, size = launcher.global_rank(), launcher.world_size()
@@ -393,14 +393,14 @@ def examine_job(launcher: ClusterEnvironment, limit_seconds: float = JOB_SECONDS
         dist.destroy_process_group()
     except RuntimeError as error:
         raise RankError(
-            f"rank {rank} of {size} on {socket.gethostname()}, meeting at {launcher.main_address}:"
-            f"{launcher.main_port}: {str(error).splitlines()[0]}"
+            f"rank {rank} of {size} on {socket.gethostname()}, which joins at "
+            f"{launcher.main_address}:{launcher.main_port}: {str(error).splitlines()[0]}"
         ) from error
     return shared[0]
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return one line a finding, with a remedy below where there is one, and a last line with the verdict."""
+    """Return one line for each finding, with its remedy below, and a last line with the verdict."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -413,10 +413,10 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def main(_: object = None) -> int:
-    """Prints the table. On the ranks of a job collective: rank 0 prints, and each that could not meet the others.
+    """Print the table. Collective on the ranks of a job: rank 0 prints, and so does each rank that could not join.
 
     Returns:
-        The exit code: 1 if something that training needs is broken, on every rank of a job alike, otherwise 0.
+        The exit code: 1 if something that training needs is broken, the same on every rank of a job, otherwise 0.
     """
     launcher = find_launcher()
     prints = launcher is None or launcher.global_rank() == 0

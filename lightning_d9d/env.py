@@ -1,4 +1,4 @@
-"""The machine's versions, optional packages, devices and space. The one place that asks."""
+"""Versions, optional packages, devices and disk space of the machine. No other module asks for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from packaging.version import Version
 MINIMUM_VERSIONS = {"python": "3.11", "torch": "2.11", "lightning": "2.6.4", "triton": "3.6"}
 """The minimums of pyproject.toml."""
 TESTED_VERSIONS = {"python": "3.12", "torch": "2.15", "lightning": "2.6.6", "triton": "3.9"}
-"""The newest of each that all tests have been run with. pyproject.toml excludes later minor versions of torch."""
+"""The newest version of each package with which all tests have been run. pyproject.toml excludes later minor versions
+of torch."""
 
 _OPTIONAL = {
     "grouped_gemm": ("nv-grouped-gemm", "grouped-gemm"),
@@ -28,7 +29,7 @@ _OPTIONAL = {
     "plotly": ("plotly", "viz"),
     "matplotlib": ("matplotlib", "viz"),
 }
-"""By the name to import: the distribution, and the extra of lightning-d9d that installs it."""
+"""Optional packages by import name: the distribution, and the extra of lightning-d9d that installs it."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -40,7 +41,7 @@ class OptionalPackage:
     name: str
     """The name for `import`."""
     version: str | None
-    """None where it is not installed."""
+    """The version; None if it is not installed."""
     extra: str
     """`pip install 'lightning-d9d[extra]'` installs it."""
 
@@ -62,7 +63,7 @@ def _installed_version(distribution: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages in `MINIMUM_VERSIONS`, and of the CUDA that torch was built for."""
+    """Return the versions of Python, of the packages in `MINIMUM_VERSIONS`, and of torch's CUDA."""
     packages = {name: _installed_version(name) for name in MINIMUM_VERSIONS if name not in ("python", "torch")}
     return {
         "python": platform.python_version(),
@@ -82,7 +83,7 @@ def newest_tested(name: str, version: str | None) -> str | None:
 
 
 def untested() -> str | None:
-    """Return one line on the packages of this machine that are newer than what was tested; None if there are none."""
+    """Return one line on the packages of this machine that are newer than the tested versions, or None."""
     pairs = [(name, version, newest_tested(name, version)) for name, version in versions().items()]
     found = [f"{name} {version} (tested up to {tested})" for name, version, tested in pairs if tested is not None]
     return f"lightning_d9d was not tested with {', '.join(found)}" if found else None
@@ -97,7 +98,10 @@ def optional_packages() -> list[OptionalPackage]:
 
 
 def num_cuda_devices() -> int:
-    """CUDA devices that torch can use. Leaves CUDA uninitialized, so that the process can still be forked."""
+    """Return the number of CUDA devices that torch can use.
+
+    CUDA is not initialized, so the process can still be forked.
+    """
     return torch.cuda.device_count()
 
 
@@ -108,7 +112,7 @@ def cuda_devices() -> list[Device]:
 
 
 def nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of `nvidia-smi`, or None where the program is missing or fails."""
+    """Return the output of `nvidia-smi`, or None if the program is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

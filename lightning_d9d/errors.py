@@ -7,11 +7,11 @@ import unicodedata
 from collections.abc import Iterable
 
 _CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Categories of Unicode that steer a terminal or the order of text, or that cannot be written."""
+"""Unicode categories of characters that control a terminal or the order of text, or that cannot be written."""
 
 
 def printable(text: str) -> str:
-    r"""Text of a file or another rank without what steers a terminal; newlines and tabs stay.
+    r"""Return text of a file or another rank without control characters; newlines and tabs stay.
 
     Args:
         text: Anything.
@@ -34,33 +34,33 @@ def printable_arguments(args: Iterable[object]) -> tuple[object, ...]:
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file cannot be read or written, for a message that names it: the system's text would repeat it."""
+    """Return why a file cannot be read or written, without its name, which the message already has."""
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 class _PrintableError(Exception):
-    """The messages quote names of files, which a terminal must not obey."""
+    """Base of errors whose messages quote names of files, which must not control a terminal."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*printable_arguments(args))
 
 
 class ConfigError(_PrintableError, ValueError):
-    """A setting, a hook or the input data cannot be used as given; raised before anything is computed with it."""
+    """A setting, a hook or the input data cannot be used; raised before anything is computed with it."""
 
 
 class ScheduleError(ConfigError):
-    """A pipeline schedule cannot run the stages or microbatches it was given."""
+    """A pipeline schedule cannot run the given stages or microbatches."""
 
 
 class StateError(_PrintableError, RuntimeError):
-    """Saved weights or a checkpoint do not fit what they are loaded into, or a file is missing, foreign or damaged."""
+    """Saved weights or a checkpoint do not fit the model, or a file is missing, foreign or damaged."""
 
 
 class StateNotFoundError(StateError, FileNotFoundError):
-    """A checkpoint is not where it was looked for. Lightning raises a `FileNotFoundError` there."""
+    """A checkpoint does not exist at the given place. Lightning raises a `FileNotFoundError` in this case."""
 
 
 class RankError(_PrintableError, RuntimeError):
@@ -71,12 +71,12 @@ _FIRST = "before that, "
 
 
 def note_first(error: BaseException, first: str) -> None:
-    """Add to an error what another rank said before it, and most likely is its cause."""
+    """Add an earlier failure of another rank to an error, as its most likely cause."""
     error.add_note(printable(f"{_FIRST}{first}"))
 
 
 def first_of_others(error: BaseException) -> str | None:
-    """Return the failure of another rank that came before this one's error, if there was one."""
+    """Return the failure of another rank that preceded this one's error, if there was one."""
     if isinstance(error, RankError):
         return str(error)
     notes = [note for note in getattr(error, "__notes__", []) if note.startswith(_FIRST)]
@@ -87,18 +87,18 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """Return the end of a message about an unknown name.
 
     Args:
-        name: What was given.
-        choices: What is legal.
+        name: The unknown name.
+        choices: The legal names.
 
     Returns:
-        "; did you mean 'learning_rate'?" where one choice is spelt alike but for case and a few letters, else "".
+        "; did you mean 'learning_rate'?" if one choice differs only in case and a few letters, else "".
     """
     nearest = nearest_choice(name, choices)
     return "" if nearest is None else f"; did you mean {nearest!r}?"
 
 
 def nearest_choice(name: object, choices: Iterable[str]) -> str | None:
-    """Return the choice that is spelt like an unknown name but for case and a few letters, or None. Local."""
+    """Return the choice that differs from an unknown name only in case and a few letters, or None. Local."""
     folded = {choice.casefold(): choice for choice in choices}
     close = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.7)
     return folded[close[0]] if close else None

@@ -1,4 +1,4 @@
-"""Numbers that a setting may be, for errors that name the nearest ones."""
+"""Legal values of a setting, for errors that name the nearest ones."""
 
 from __future__ import annotations
 

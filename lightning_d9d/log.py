@@ -1,4 +1,4 @@
-"""The package's logger, whose messages say which rank they come from."""
+"""The package's logger, whose messages name their rank."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ logger.addFilter(_filter)
 
 
 def name_rank(name: str) -> None:
-    """Call this process by its place in the mesh, such as `pp0-dp3`, in all further messages; "" for no name."""
+    """Set the rank's name in all further messages, such as `pp0-dp3`; "" for none."""
     _filter.rank_name = name

@@ -1,4 +1,7 @@
-"""Files of pictures: who draws them follows from their ending. Needs the extra `viz`."""
+"""Files of pictures, which are drawn by a library that follows from their suffix.
+
+Needs the extra `viz`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from lightning_d9d.errors import ConfigError
 
 
 def write_picture(path: str | Path, image: Callable[[Path], None], page: Callable[[Path], None]) -> None:
-    """Write a picture in the form that its name asks for. Local.
+    """Write a picture in the format of its file name. Local.
 
     Args:
-        path: Ends in .png or .svg, for `image`, or in .html, for `page`.
-        image: Draws with matplotlib.
-        page: Draws with plotly.
+        path: File that ends in .png or .svg, for `image`, or in .html, for `page`.
+        image: Function that draws with matplotlib.
+        page: Function that draws with plotly.
 
     Raises:
         ConfigError: Another ending, or the library is not installed.

@@ -1,8 +1,8 @@
-"""Makes files of tokens from texts: `lightning-d9d prepare-data`.
+"""Makes token files from texts: `lightning-d9d prepare-data`.
 
-The texts are read in pieces, and each becomes a small `.bin` and `.idx` in a folder beside the output. A run that was
-interrupted goes on with the pieces that are missing. At the end they are joined in the order of the texts, and get
-their names.
+The texts are read in pieces, and each becomes a small `.bin` and `.idx` in a folder beside the output. An interrupted
+run resumes with the missing pieces. At the end the pieces are joined in the order of the texts, and get their final
+names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 
 @dataclass
 class Counts:
-    """Documents, tokens, bytes of text and the longest document that were made, and what was left out."""
+    """Numbers of documents, tokens and bytes of text, the longest document, and the numbers of omitted documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -55,12 +55,12 @@ class Counts:
 
 
 class Encoder:
-    """Turns texts into tokens, with the tokens that begin and end each.
+    """Converts texts to tokens, including the tokens that begin and end each text.
 
     Args:
         name: A directory, or a name that `transformers` knows, with tokenizer files; "bytes" takes the bytes of UTF-8.
-        ends: Whether the tokenizer's end-of-text token stands behind each document.
-        begins: Whether its begin-of-text token stands before each.
+        ends: Whether the tokenizer's end-of-text token follows each document.
+        begins: Whether its begin-of-text token precedes each document.
 
     Raises:
         ConfigError: The tokenizer cannot be read, or has no such token.
@@ -95,11 +95,11 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that tokens follow from, beside the texts.
+    """The settings that determine the tokens, besides the texts.
 
     Args:
         reader: How documents are found.
-        tokenizer: See `Encoder`, as `ends` and `begins`.
+        tokenizer: As `ends` and `begins` of `Encoder`.
     """
 
     reader: DocumentReader
@@ -109,14 +109,14 @@ class Settings:
 
 
 def description(settings: Settings) -> dict[str, Any]:
-    """Return all that tokens follow from beside the texts, with a hash of the tokenizer's files. Local."""
+    """Return everything that determines the tokens besides the texts, with a hash of the tokenizer's files. Local."""
     files = [Path(settings.tokenizer) / name for name in _TOKENIZER_FILES]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
     return {**asdict(settings), "files": digests}
 
 
 _encoders: dict[Settings, Encoder] = {}
-"""Encoders of this process, so that a tokenizer is read once."""
+"""Encoders of this process, so that a tokenizer is read only once."""
 
 
 def _encoder(settings: Settings) -> Encoder:
@@ -126,10 +126,10 @@ def _encoder(settings: Settings) -> Encoder:
 
 
 def main(chosen: argparse.Namespace) -> int | None:
-    """Runs the command.
+    """Run the command.
 
     Args:
-        chosen: What `lightning_d9d.cli.commands.prepare_parser` reads.
+        chosen: Arguments as `lightning_d9d.cli.commands.prepare_parser` reads them.
 
     Returns:
         The exit code of an interrupted run.
@@ -165,13 +165,13 @@ def prepare(
     num_processes: int = 1,
     tell: Callable[[], None] = lambda: None,
 ) -> Counts:
-    """Makes a file of tokens, or goes on with one that was not finished.
+    """Make a token file, or resume one that was not finished.
 
     Args:
-        output: As for `TokenFileWriter`. A folder beside it, which ends with `.parts`, has what is finished so far.
+        output: As for `TokenFileWriter`. A folder beside it, which ends with `.parts`, has the finished pieces.
         sources: Files.
-        settings: What tokens follow from. If they, or the files, are others than before, everything is made again.
-        num_processes: That tokenize at the same time; 1 is this one.
+        settings: Settings that determine the tokens. If these or the files have changed, everything is made again.
+        num_processes: Number of processes that tokenize at the same time; 1 uses only this process.
         tell: Called whenever a piece of the texts is done.
 
     Raises:
@@ -256,7 +256,7 @@ def _batches(reader: DocumentReader, piece: Piece, counts: Counts) -> Iterator[l
 
 
 def _open_parts(parts: Path, sources: Sequence[str], settings: Settings) -> None:
-    """Make the folder of parts, or keep one that was made of the same texts with the same settings."""
+    """Make the folder of parts, or keep one that was made from the same texts with the same settings."""
     stats = [(str(Path(source).resolve()), os.stat(source).st_size, os.stat(source).st_mtime_ns) for source in sources]
     about = json.dumps([stats, description(settings)])
     noted = parts / "settings.json"

@@ -1,4 +1,4 @@
-"""`strategy="d9d"` is registered with Lightning, whichever of the two packages is imported first."""
+"""Registers `strategy="d9d"` with Lightning, whichever of the two packages is imported first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REGISTRY = "lightning.pytorch.strategies"
 
 
 def register_with_lightning() -> None:
-    """Registers "d9d" now if Lightning is imported, otherwise as soon as it is. Imports nothing itself."""
+    """Register "d9d" now if Lightning is imported, otherwise as soon as it is. The function itself imports nothing."""
     if _REGISTRY in sys.modules:
         _register(sys.modules[_REGISTRY])
     else:
@@ -34,7 +34,7 @@ def _make(**options: Any) -> Any:
 
 
 class _WaitForLightning(MetaPathFinder):
-    """Registers once the module with the registry has run; finds nothing itself."""
+    """Registers once the module with the registry has run; it does not find modules itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,6 +1,6 @@
-"""Where the time of a start goes: parts of it that take long are measured, and said while they run.
+"""Measures the parts of a start that take long, and logs them while they run.
 
-`start_part` is put around such a part where its code is. The callback `StartTimes` makes a table of them.
+Each such part is wrapped in `start_part` where its code is. The callback `StartTimes` prints them as a table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_d9d.log import logger
 
 LONG_S = 10.0
-"""Seconds after which a part is worth a message."""
+"""Seconds after which a part is logged."""
 _lock = threading.Lock()
 _seconds: Counter[str] = Counter()
 _of_thread = threading.local()
@@ -24,13 +24,13 @@ _of_thread = threading.local()
 
 @contextmanager
 def start_part(name: str, says: bool = True) -> Iterator[None]:
-    """Measure what runs inside as a part of the start. Local.
+    """Measure the code inside as a part of the start. Local.
 
-    The time of a part inside of another one is the inner one's alone.
+    The time of a part inside of another counts only for the inner one.
 
     Args:
-        name: Of the part.
-        says: Say on the first rank when it takes long, while it runs.
+        name: Name of the part.
+        says: Whether to log on the first rank that it takes long, while it runs.
     """
     timer = threading.Timer(LONG_S, _say, [name, LONG_S])
     timer.daemon = True
@@ -51,12 +51,12 @@ def start_part(name: str, says: bool = True) -> Iterator[None]:
 
 
 def add(name: str, seconds: float, note: str = "") -> None:
-    """Count seconds of a part that was measured piece by piece, and say once when they are many. Local.
+    """Add seconds of a part that is measured in pieces, and log once if they are many. Local.
 
     Args:
-        name: Of the part.
-        seconds: Of this piece.
-        note: The end of what is said.
+        name: Name of the part.
+        seconds: Seconds of this piece.
+        note: The end of the message.
     """
     with _lock:
         before = _seconds[name]
@@ -66,7 +66,7 @@ def add(name: str, seconds: float, note: str = "") -> None:
 
 
 def seconds_of_parts() -> dict[str, float]:
-    """Seconds of each part since this process began. Local."""
+    """Return the seconds of each part since this process began. Local."""
     with _lock:
         return dict(_seconds)
 

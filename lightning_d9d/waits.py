@@ -1,4 +1,4 @@
-"""The places where a rank's computation waits for other ranks, so that the time of a step can be split."""
+"""The places where a rank's computation waits for other ranks, from which the parts of a step are measured."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _observers: list[WaitObserver] = []
 
 
 class WaitObserver(Protocol):
-    """Hears when computation begins to wait for other ranks, and when it may go on. Waits are not nested."""
+    """Notified when computation begins to wait for other ranks, and when it continues. Waits are not nested."""
 
     def begin_wait(self) -> None:
-        """Computation comes to a wait. Local."""
+        """Computation begins a wait. Local."""
         ...
 
     def end_wait(self) -> None:
-        """Computation may go on. Local."""
+        """Computation continues. Local."""
         ...
 
 
@@ -41,16 +41,16 @@ _WAITING = _Waiting()
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Open around what makes computation wait for other ranks: a collective, or the end of one that runs. Local.
+    """Mark a wait of computation for other ranks: a collective, or the end of a running one. Local.
 
-    On CUDA the stream waits, and the body is done before: what counts is what it has put into the stream.
+    On CUDA the stream waits, while the body returns earlier: the work that it has put into the stream counts.
     """
     return _WAITING
 
 
 @contextmanager
 def observed_by(observer: WaitObserver) -> Generator[None]:
-    """Tell an observer of waits while open. Local."""
+    """Notify an observer of waits inside the block. Local."""
     _observers.append(observer)
     try:
         yield

@@ -249,7 +249,7 @@ def test_what_is_refused(
     save_huggingface(make_model(), tmp_path / "hf")
     new = tmp_path / "new"
     assert "neither model.safetensors nor" in refused(monkeypatch, capsys, trained.parent, new)
-    assert "is no size" in refused(monkeypatch, capsys, tmp_path / "hf", new, "--max-shard-size", "5 apples")
+    assert "is not a size" in refused(monkeypatch, capsys, tmp_path / "hf", new, "--max-shard-size", "5 apples")
     no_effect = refused(monkeypatch, capsys, tmp_path / "hf", new, "--weights-only")
     assert f"--weights-only has no effect: {new} is Hugging Face's form, which has nothing but weights" in no_effect
     for options in (["--tokenizer", tmp_path], ["--fused-experts"], ["--max-shard-size", "1MB"], ["--no-verify"]):
@@ -259,7 +259,7 @@ def test_what_is_refused(
     (tmp_path / "full" / "file").touch()
     assert "add --overwrite" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "full")
     shutil.rmtree(tmp_path / "full")
-    assert "of which no .ckpt file is made" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "x.ckpt")
+    assert "which cannot become a .ckpt file" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "x.ckpt")
     assert "add --overwrite" in refused(monkeypatch, capsys, trained, trained.with_name("direct.ckpt"))
     assert "is a URL; a .ckpt file needs" in refused(monkeypatch, capsys, trained, "memory://test_refused/a.ckpt")
     assert "none://a: cannot be read" in refused(monkeypatch, capsys, "none://a", new)
@@ -277,7 +277,7 @@ def test_what_is_refused(
     assert "is damaged" in refused(monkeypatch, capsys, tmp_path / "hf", new)
     convert(monkeypatch, tmp_path / "hf", new, "--no-verify")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    assert "no checkpoint of Qwen3MoePretraining" in refused(
+    assert "not a checkpoint of Qwen3MoePretraining" in refused(
         monkeypatch, capsys, tmp_path / "other.ckpt", tmp_path / "y"
     )
     saved = {"tensors": [], "values": {}, "group": {"lr": 0.1}}
@@ -347,7 +347,7 @@ def test_weights_that_are_not_those_of_the_configuration(
     content = torch.load(trained.with_name("direct.ckpt"), weights_only=True)
     torch.save({**content, "state_dict": {**content["state_dict"], EMBEDDING: weight}}, tmp_path / "odd.ckpt")
     message = refused(monkeypatch, capsys, tmp_path / "odd.ckpt", tmp_path / "new")
-    assert f"odd.ckpt: {EMBEDDING} is {weight.dtype} of shape {tuple(weight.shape)}, and its own config" in message
+    assert f"odd.ckpt: {EMBEDDING} is {weight.dtype} of shape {tuple(weight.shape)}, but its own config" in message
 
 
 def test_weights_without_a_tensor(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,7 +413,7 @@ def test_a_target_that_meets_the_source_is_refused(
     ]:
         before = contents(tmp_path)
         message = refused(monkeypatch, capsys, source, target, "--overwrite")
-        assert re.search(r"the target .* (is|contains|lies in) .*, which is read; give another target", message)
+        assert re.search(r"the target .* (is|contains|lies in) .*, which is read; choose another target", message)
         assert contents(tmp_path) == before
     assert_loads(home / "hf", make_model())
     load_huggingface(make_model(1), "memory://test_meets/models/hf")
@@ -431,7 +431,7 @@ def test_a_target_that_meets_the_tokenizer_is_refused(
     for source in (trained, with_files_beside(tmp_path)):
         before = contents(tmp_path)
         message = refused(monkeypatch, capsys, source, target, "--tokenizer", tokenizer, "--overwrite")
-        assert re.search(r"the target .* (is|contains) .*, which is read; give another target", message)
+        assert re.search(r"the target .* (is|contains) .*, which is read; choose another target", message)
         assert contents(tmp_path) == before
     load_huggingface(make_model(1), tokenizer)
 
@@ -512,6 +512,6 @@ def test_it_says_what_it_made(
             f"Go on with it with ckpt_path='{whole}'\n"
         )
     assert (
-        f"error: {tmp_path}/hf is a Hugging Face directory, of which no .ckpt file is made: start a training from it "
+        f"error: {tmp_path}/hf is a Hugging Face directory, which cannot become a .ckpt file. Start a training from it "
         f"with Qwen3MoePretraining(preset='{tmp_path}/hf', pretrained='{tmp_path}/hf')\n"
     ) in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "of_hf.ckpt")

@@ -181,7 +181,7 @@ class Deadly(DocumentReader):
 
 
 def test_a_process_that_dies() -> None:
-    with pytest.raises(ConfigError, match=r"a process that tokenized has died.*it goes on where it was"):
+    with pytest.raises(ConfigError, match=r"a process that tokenized has died.*it resumes where it was"):
         prepare.prepare("a", ["a.jsonl"], settings(Deadly()), num_processes=2)
 
 
@@ -196,7 +196,7 @@ def test_an_invalid_line_on_the_command_line(
         main()
     assert end.value.code == 2
     assert capsys.readouterr().err == (
-        "error: a.jsonl, line 6 is not JSON: Expecting value; mend it, or leave out what is invalid with "
+        "error: a.jsonl, line 6 is not JSON: Expecting value; correct it, or leave out invalid documents with "
         "--skip-invalid\n"
     )
     monkeypatch.setattr(sys, "argv", [*words, "--skip-invalid"])

@@ -1,4 +1,4 @@
-"""Texts of a JSON lines file as windows of tokens."""
+"""Windows of tokens from the texts of a JSON lines file."""
 
 import json
 
@@ -26,7 +26,7 @@ class JsonLines(L.LightningDataModule):
                 tokens += [*tokenizer.encode(json.loads(line)["text"]), tokenizer.eos_token_id]
         length = self.sequence_length
         if len(tokens) < (needed := 2 * self.batch_size * length):
-            raise ConfigError(f"{self.path} has {len(tokens)} tokens; give at least {needed}, or shorter or fewer rows")
+            raise ConfigError(f"{self.path} has {len(tokens)} tokens; give at least {needed}, or fewer or shorter rows")
         rows = torch.tensor(tokens).unfold(0, length + 1, length)  # neighbours share a token
         windows = StackDataset(input_ids=rows[:, :-1], labels=rows[:, 1:])  # type: ignore[arg-type]
         shares = random_split(windows, [0.95, 0.05], torch.Generator().manual_seed(0))  # the same on all ranks

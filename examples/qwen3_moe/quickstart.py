@@ -2,9 +2,9 @@
 
     python examples/qwen3_moe/quickstart.py
 
-The sources become a file of tokens first, one for each byte. The training is interrupted on the way and resumed from
-its checkpoint. At the end the model writes a bit of Python. The output folder then has the tokens, the checkpoint, a
-picture of the losses and the model in Hugging Face's layout.
+First the sources become a file of tokens, one for each byte. The training is interrupted, and resumed from its
+checkpoint. At the end the model generates some Python. The output folder then has the tokens, the checkpoint, a picture
+of the losses and the model in Hugging Face's layout.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ EXPECTED_GAIN = 0.9  # nats per byte by which a full-length run gets below the u
 
 
 class Interruption(L.Callback):
-    """Ends the training early, as a lost machine would."""
+    """Ends the training early, as the loss of a machine would."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows whether the run is a new one."""
+        """Prints whether the run is a new one."""
         trainer.print(f"training starts at step {trainer.global_step} of {trainer.max_steps}")
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: object, **kwargs: object) -> None:
-        """Stops behind the step."""
+        """Stops after the step."""
         trainer.should_stop = trainer.should_stop or trainer.global_step == self.step
 
 
@@ -87,7 +87,7 @@ def train(options: argparse.Namespace, callbacks: list[L.Callback], resume_from:
 
 
 def say_what_next(options: argparse.Namespace) -> None:
-    """Prints commands that go on from here."""
+    """Prints commands for the next steps."""
     here, config, export = Path.cwd(), Path(__file__).with_name("tiny.yaml"), options.output / "huggingface"
     last = options.output / "checkpoints" / "last.ckpt"
     print("\nWhat next:")

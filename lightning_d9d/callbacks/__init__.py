@@ -1,16 +1,16 @@
 """Lightning callbacks.
 
-- Before a fit: `initial_weights.py` begins with weights of a checkpoint.
-- At the end of a fit: `loss_curve.py` draws its losses, and `text_sample.py` prints what a byte-level model writes.
-  `export.py` leaves a trained model, or its adapters, as a Hugging Face directory.
-- Of weights: `weight_averages.py` averages them over steps, and `histograms.py` shows how their values are spread.
-- Of speed: `run_metrics.py` logs how fast a fit is and where its time goes. `start_times.py` measures its start,
-  `data_wait.py` the wait for batches. `step_profile.py` traces chosen steps and the memory, and draws pipelines by
-  `measured_step.py`, as `pipeline_timeline.py` does of one step. `stragglers.py` names slow ranks.
-- Of its course: `progress_lines.py` writes lines where no progress bar is seen. `background_loggers.py` keeps loggers
-  from ending or stalling a fit, and goes on with their runs. `garbage_collection.py` collects Python's garbage on all
-  ranks together.
-- Of predictions: `predictions.py` writes what `predict` predicts.
+- Before a fit: `initial_weights.py` loads weights of a checkpoint.
+- At the end of a fit: `loss_curve.py` draws its losses, and `text_sample.py` prints text that a byte-level model
+  generates. `export.py` writes a trained model, or its adapters, as a Hugging Face directory.
+- Weights: `weight_averages.py` averages them over steps, and `histograms.py` logs the distribution of their values.
+- Speed: `run_metrics.py` logs how fast a fit is and where its time goes. `start_times.py` measures the start of a run,
+  and `data_wait.py` the wait for batches. `step_profile.py` traces selected steps and the memory, and draws pipelines
+  with `measured_step.py`. `pipeline_timeline.py` draws one step in the same way. `stragglers.py` names slow ranks.
+- Progress: `progress_lines.py` writes lines where no progress bar is seen. `background_loggers.py` keeps loggers from
+  ending or stalling a fit, and continues their runs. `garbage_collection.py` collects Python's garbage on all ranks
+  together.
+- Predictions: `predictions.py` writes the results of `predict`.
 """
 
 from lightning_d9d.callbacks.background_loggers import BackgroundLoggers

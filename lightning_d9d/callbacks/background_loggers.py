@@ -1,4 +1,4 @@
-"""`BackgroundLoggers`: loggers in threads of their own, that go on with their runs."""
+"""`BackgroundLoggers` runs loggers in separate threads, and continues their runs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lightning_d9d.mesh.agreement import Ranks
 
 
 class BackgroundLoggers(L.Callback):
-    """Lets the Trainer's loggers work in threads of their own during a fit, and go on with their runs.
+    """Runs each of the Trainer's loggers in a thread of its own during a fit, and continues their runs.
 
-    - A logger that fails is tried again twice, and one that hangs is left alone. Either is reported once, and neither
-      ends nor stalls the fit. The fit waits for each at its end, for `hang_seconds` at most.
-    - A fit that goes on from a checkpoint goes on with the runs of its loggers: TensorBoard, CSV, W&B, MLflow and Aim.
-    - Mesh, settings of the strategy and versions are recorded with the hyperparameters of the run.
+    - A call that fails is repeated twice, and a logger that hangs is abandoned. Either failure is reported once, and
+      neither ends nor stalls the fit. At its end the fit waits at most `hang_seconds` for each logger.
+    - A resumed fit continues the runs of its loggers: TensorBoard, CSV, W&B, MLflow and Aim.
+    - The mesh, the settings of the strategy and versions are recorded with the hyperparameters of the run.
 
     Only rank 0 writes. All ranks must have the callback, and `D9DStrategy`.
 
     Args:
         hang_seconds: A call that takes longer is reported.
-        continue_runs: Whether a fit that goes on from a checkpoint goes on with its loggers' runs.
+        continue_runs: Whether a resumed fit continues the runs of its loggers.
 
     Raises:
-        ConfigError: `hang_seconds` is not above 0. When a fit begins: the Trainer has no logger, or a logger's
+        ConfigError: `hang_seconds` is not above 0. At the start of a fit: the Trainer has no logger, or a logger's
             directory cannot be written.
     """
 
@@ -48,10 +48,10 @@ class BackgroundLoggers(L.Callback):
         self._runs: list[list[Any]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take note of the Trainer. Local.
+        """Keep a reference to the Trainer. Local.
 
         Raises:
-            ConfigError: The strategy is another one.
+            ConfigError: The strategy is not a `D9DStrategy`.
         """
         if stage == "fit" and self._trainer is None:
             raise ConfigError(
@@ -60,7 +60,9 @@ class BackgroundLoggers(L.Callback):
             )
 
     def before_loggers(self, trainer: L.Trainer) -> None:
-        """See that loggers can write, and hold them back until a checkpoint is read. Collective over all ranks.
+        """Check that loggers can write, and hold their calls back until a checkpoint is read.
+
+        Collective over all ranks.
 
         Raises:
             ConfigError: The Trainer has no logger, or a directory cannot be written; on every rank.
@@ -86,7 +88,7 @@ class BackgroundLoggers(L.Callback):
         self._runs = state_dict["runs"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin the runs of loggers, or go on with those of a checkpoint. Local."""
+        """Begin the runs of loggers, or continue those of a checkpoint. Local."""
         self._let_go()
         if self.continue_runs and trainer.is_global_zero:
             self._continue(trainer, self._runs)
@@ -94,7 +96,7 @@ class BackgroundLoggers(L.Callback):
             getattr(logger, "experiment", None)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give loggers back. Local."""
+        """Restore the Trainer's loggers. Local."""
         self._let_go()
 
     def _let_go(self) -> None:
@@ -119,7 +121,7 @@ class BackgroundLoggers(L.Callback):
                 rank_zero_warn(f"{name} begins a new run: nobody knows how it goes on with {run[1]!r}")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record what the run is, and begin to call loggers in threads. Local."""
+        """Record the settings of the run, and begin to call loggers in threads. Local."""
         if not trainer.is_global_zero:
             return
         call_in_threads(Patches(trainer), trainer, self.hang_seconds)
@@ -132,7 +134,7 @@ def run_record(trainer: L.Trainer) -> dict[str, Any]:
     """Return versions, devices, the mesh and the strategy's settings as plain values. Local.
 
     Args:
-        trainer: In a run.
+        trainer: Trainer of the run.
     """
     strategy: Any = trainer.strategy
     record: dict[str, Any] = {f"versions/{name}": version for name, version in versions().items() if version}

@@ -1,4 +1,4 @@
-"""`DataWait`: how much of a fit's time goes into waiting for batches."""
+"""`DataWait` logs which part of a fit's time is spent waiting for batches."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lightning_d9d.loop.uneven import data_wait_seconds
 
 
 class DataWait(L.Callback):
-    """Logs `data_wait`, the share of time in which the slowest rank waited for training batches, under `D9DStrategy`.
+    """Logs `data_wait`: the share of time in which the slowest rank waited for training batches, under `D9DStrategy`.
 
-    It is that of the last `log_every_n_steps` batches, from 0 to 1, the largest of all ranks. Waiting is what the
-    training loop does until a dataloader gives a batch: 0 where worker processes are ahead of it. The copy to the
-    device is not in it. All ranks must have the callback.
+    The value covers the last `log_every_n_steps` batches. It is from 0 to 1, and is the largest of all ranks. Waiting
+    is the time until a dataloader returns a batch: 0 if its worker processes are ahead of the training loop. The copy
+    to the device does not count. All ranks must have the callback.
     """
 
     def __init__(self) -> None:
         self._since: tuple[float, float] | None = None  # when, and how long ranks had waited, at the last log
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget an earlier fit."""
+        """Forget the times of an earlier fit."""
         self._since = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to measure where it was stopped, by a validation say."""
+        """Continue to measure after an interruption, such as a validation."""
         if self._since is None:
             self._since = (perf_counter(), data_wait_seconds(trainer))
 

@@ -1,4 +1,4 @@
-"""A trained model, or its adapters, as a directory that `transformers` or `peft` loads."""
+"""Exports a trained model, or its adapters, as a directory that `transformers` or `peft` loads."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from lightning_d9d.state.places import is_occupied, lies_in, place_of, refuse_ov
 
 
 class DirectoryExport(L.Callback):
-    """Writes something of a trained Qwen3 model to a directory when `fit` ends. Base of the callbacks below.
+    """Writes a part of a trained Qwen3 model to a directory when `fit` ends. This is the base of the callbacks below.
 
     Args:
-        directory: Where the files go; also a URL that fsspec knows.
-        overwrite: Whether to replace an existing directory with everything in it, but for one that the training reads.
-        dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
+        directory: Directory for the files; also a URL that fsspec knows.
+        overwrite: Whether to replace an existing directory with everything in it. A directory that the training reads
+            is never replaced.
+        dtype: Dtype of the files, such as "bfloat16"; None keeps each parameter's own.
 
     Raises:
-        ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or a URL that fsspec does not know.
+        ConfigError: `dtype` is not one of float64, float32, float16, bfloat16, or fsspec does not know the URL.
     """
 
     def __init__(self, directory: str | Path, overwrite: bool, dtype: str | None) -> None:
@@ -46,14 +47,14 @@ class DirectoryExport(L.Callback):
         self.dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
 
     def _check_place(self, trainer: L.Trainer, sources: Iterable[str | Path | None]) -> None:
-        """Make the folder that the directory is to be in.
+        """Make the parent folder of the directory, and check it.
 
         Args:
-            trainer: Of the fit that starts.
+            trainer: Trainer of the fit that starts.
             sources: Directories that the training reads.
 
         Raises:
-            ConfigError: The export could not be written, or would replace what the training reads or saves on its way.
+            ConfigError: The export cannot be written, or would replace files that the training reads or saves.
         """
         with _usable(self._text):
             occupied = is_occupied(self.directory)
@@ -66,8 +67,8 @@ class DirectoryExport(L.Callback):
             folder = getattr(callback, "dirpath", None)
             if folder is not None and lies_in(place_of(folder), self.directory):
                 raise ConfigError(
-                    f"{self._text}: checkpoints are saved in {str(folder)!r}, which the export would meet or replace; "
-                    f"choose another directory, or another dirpath of {type(callback).__name__}"
+                    f"{self._text}: checkpoints are saved in {str(folder)!r}, which overlaps with the export; choose "
+                    f"another directory, or another dirpath of {type(callback).__name__}"
                 )
         for source in filter(None, sources):
             with _usable(self._text):
@@ -81,19 +82,21 @@ class DirectoryExport(L.Callback):
 
 
 class HuggingFaceExport(DirectoryExport):
-    """Writes a Qwen3-MoE or dense Qwen3 in Hugging Face's layout when `fit` ends, with the tokenizer it began with.
+    """Writes a Qwen3-MoE or dense Qwen3 in Hugging Face's layout when `fit` ends, with the tokenizer of its base.
 
     Args:
-        directory: Where `config.json` and the safetensors files go; also a URL that fsspec knows.
-        overwrite: Whether to replace an existing directory with everything in it, but for one that the training reads.
-        dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
-        fused_experts: All experts of a layer in one tensor, not each in its own. Refused for a dense model.
+        directory: Directory for `config.json` and the safetensors files; also a URL that fsspec knows.
+        overwrite: Whether to replace an existing directory with everything in it. A directory that the training reads
+            is never replaced.
+        dtype: Dtype of the files, such as "bfloat16"; None keeps each parameter's own.
+        fused_experts: Whether to write all experts of a layer as one tensor instead of one tensor for each. Refused for
+            a dense model.
         tokenizer: A directory (or URL) whose small files are copied: tokenizer, chat template and
-            `generation_config.json`. By default the module's `pretrained`, if it has one. Where none of them has a
-            generation config, one is written with the ids of the model's config.
+            `generation_config.json`. By default the module's `pretrained`, if it has one. If neither has a generation
+            config, one is written with the ids of the model's config.
 
     Raises:
-        ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or a URL that fsspec does not know.
+        ConfigError: `dtype` is not one of float64, float32, float16, bfloat16, or fsspec does not know the URL.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class HuggingFaceExport(DirectoryExport):
         """Beside the weights. They are read before the training, as nobody knows what is there after it."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raises `ConfigError` before the training if the export could not be written after it."""
+        """Raise `ConfigError` before the training if the export could not be written after it."""
         stages = qwen3_moe_stages(pl_module, self)
         if self.fused_experts:
             stages[0].config.refuse_without_experts("HuggingFaceExport.fused_experts=True")
@@ -125,11 +128,11 @@ class HuggingFaceExport(DirectoryExport):
         if self.tokenizer is not None and not self._files.keys() & {*TOKENIZER_FILES}:
             raise ConfigError(
                 f"{self._text}: tokenizer={str(self.tokenizer)!r} has none of {', '.join(TOKENIZER_FILES)}; give the "
-                "directory that a tokenizer was saved in"
+                "directory in which a tokenizer was saved"
             )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes; on all ranks, as `save_huggingface` is collective."""
+        """Write the export; on all ranks, because `save_huggingface` is collective."""
         save_huggingface(
             qwen3_moe_stages(pl_module, self),
             str(self.directory),
@@ -145,14 +148,16 @@ class AdapterExport(DirectoryExport):
     """Writes the adapters of a Qwen3-MoE or dense Qwen3 when `fit` ends, as `lightning_d9d.peft.save_adapter` does.
 
     Args:
-        directory: Where `adapter_config.json` and the safetensors file go; also a URL that fsspec knows.
-        overwrite: Whether to replace an existing directory with everything in it, but for one that the training reads.
-        dtype: Of the file, "bfloat16" say; None keeps each parameter's own.
-        layout: Of experts: "experts", a tensor for each matrix of each expert, or "fused".
-        base_model: Name or directory of the base, which readers may ask for. By default the module's `pretrained`.
+        directory: Directory for `adapter_config.json` and the safetensors file; also a URL that fsspec knows.
+        overwrite: Whether to replace an existing directory with everything in it. A directory that the training reads
+            is never replaced.
+        dtype: Dtype of the file, such as "bfloat16"; None keeps each parameter's own.
+        layout: Layout of experts: "experts", a tensor for each matrix of each expert, or "fused".
+        base_model: Name or directory of the base model, which readers of the file may need. By default the module's
+            `pretrained`.
 
     Raises:
-        ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or a URL that fsspec does not know.
+        ConfigError: `dtype` is not one of float64, float32, float16, bfloat16, or fsspec does not know the URL.
     """
 
     def __init__(
@@ -168,10 +173,10 @@ class AdapterExport(DirectoryExport):
         self.base_model = base_model
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See before the training whether adapters can be written after it. Collective.
+        """Check before the training whether adapters can be written after it. Collective.
 
         Raises:
-            ConfigError: The directory cannot be written, or the model has no adapters, or not only these are trained.
+            ConfigError: The directory cannot be written, the model has no adapters, or other weights are trained, too.
         """
         stages = qwen3_moe_stages(pl_module, self)
         adapter_config(stages, self._text, layout=self.layout)
@@ -190,7 +195,7 @@ class AdapterExport(DirectoryExport):
 
 
 def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:
-    """Make the folder that a callback will write to, on rank 0; `ConfigError` before the training if it cannot."""
+    """Make the folder that a callback will write to, on rank 0; raise `ConfigError` if that fails."""
     if trainer.is_global_zero:
         make_local_folder(folder, callback)
 
@@ -204,7 +209,7 @@ def make_local_folder(folder: Path, callback: str) -> None:
     with _usable(callback):
         make_directory(folder)
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{callback} cannot be written: no right to write to {folder}; give another place")
+        raise ConfigError(f"{callback} cannot be written: no permission to write to {folder}; give another place")
 
 
 @contextmanager

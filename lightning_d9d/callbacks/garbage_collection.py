@@ -1,4 +1,4 @@
-"""`GarbageCollection`: Python's garbage is collected at chosen steps, on all ranks together."""
+"""`GarbageCollection` collects Python's garbage at selected steps, on all ranks together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from lightning_d9d.errors import ConfigError
 class GarbageCollection(L.Callback):
     """Collects Python's garbage every n optimizer steps of a fit, instead of whenever Python would.
 
-    Python collects after some number of new objects. That moment is another one on each rank, and each time the ranks
-    wait for the slowest. What exists when training begins is not looked through again (`gc.freeze`). All ranks must
-    have the callback. Objects in cycles stay until the next collection: choose fewer steps where the host's memory
-    grows.
+    Python collects after a certain number of new objects. That moment differs between ranks, and each time the other
+    ranks wait. Objects that exist when training begins are not examined again (`gc.freeze`). All ranks must have the
+    callback. Objects in cycles stay until the next collection: choose fewer steps if the host's memory grows.
 
     Args:
-        every_n_steps: At least 1.
+        every_n_steps: Optimizer steps between collections, at least 1.
 
     Raises:
         ConfigError: The number is less than 1.
@@ -36,7 +35,7 @@ class GarbageCollection(L.Callback):
         self._step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Collect, and keep Python from doing so by itself. Local."""
+        """Collect, and disable Python's own collections. Local."""
         self._was_enabled = gc.isenabled()
         self._step = trainer.global_step
         gc.disable()
@@ -44,18 +43,18 @@ class GarbageCollection(L.Callback):
         gc.freeze()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Collect, if a step was the n-th. Local, at the same step on all ranks."""
+        """Collect after each n-th step. Local, at the same step on all ranks."""
         step, before = trainer.global_step, self._step
         self._step = step
         if step != before and step % self.every_n_steps == 0:
             gc.collect()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave it to Python again. Local."""
+        """Enable Python's own collections again. Local."""
         self._restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave it to Python again. Local."""
+        """Enable Python's own collections again. Local."""
         self._restore()
 
     def _restore(self) -> None:

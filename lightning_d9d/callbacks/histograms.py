@@ -28,25 +28,25 @@ from lightning_d9d.sync.histograms import BORDERS, whole_counts
 class Histograms(L.Callback):
     """Logs histograms of a fit under `D9DStrategy` to TensorBoard or W&B: weights, gradients, routers' probabilities.
 
-    They are those of whole tensors, as in one process, however ranks share them. They are called `weights/NAME` and
-    `gradients/NAME`, and are taken before the step, and before gradients are clipped. Bins are a fifth of a value wide:
-    see `lightning_d9d.sync.histograms`. NaN and infinite values are in none.
+    Each histogram is that of the whole tensor, as in one process, however ranks share it. They are called
+    `weights/NAME` and `gradients/NAME`, and are taken before the step, and before gradients are clipped. The width of a
+    bin is a fifth of its value: see `lightning_d9d.sync.histograms`. NaN and infinite values are not counted.
 
     Probabilities are those that a `TopKRouter` gives to all experts, for all tokens of the step on all ranks. They are
     called `router_probabilities/NAME`, such as `router_probabilities/model.layers.0.mlp.gate`, and computed once more
-    for it. A step with histograms takes longer, by a
-    message of some kilobytes for each parameter. Loggers are called directly, also with `BackgroundLoggers`. All ranks
-    must have the callback.
+    for it. A step with histograms takes longer, because of a message of some kilobytes for each parameter. Loggers are
+    called directly, also with `BackgroundLoggers`. All ranks must have the callback.
 
     Args:
-        every_n_steps: The first ones are of the first step of a fit.
+        every_n_steps: The first histograms are taken in the first step of a fit.
         weights: A pattern of parameter names, such as `"*.layers.0.*"`; None logs no weights.
         gradients: Likewise.
         router_probabilities: A pattern of names of routers, such as `"*"`; None logs none.
 
     Raises:
-        ConfigError: A bad value. When a fit begins: the strategy is another one, no logger takes histograms, or a
-            pattern names nothing. Gradients are freed before the step, or routers are in compiled or captured blocks.
+        ConfigError: A value is out of range. At the start of a fit: the strategy is another one, no logger supports
+            histograms, or a pattern matches nothing. Gradients are freed before the step, or routers are in compiled or
+            captured blocks.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Histograms(L.Callback):
         self._last_step = -1
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a fit without somebody who takes histograms."""
+        """Refuse a fit without a logger that supports histograms."""
         if stage != "fit":
             return
         if not isinstance(trainer.strategy, D9DStrategy):
@@ -78,13 +78,13 @@ class Histograms(L.Callback):
             )
         if not any(isinstance(each, TensorBoardLogger | WandbLogger) for each in trainer.loggers):
             raise ConfigError(
-                "Histograms needs a TensorBoardLogger or a WandbLogger, as others take numbers only; give the Trainer "
-                "one, or leave the callback out"
+                "Histograms needs a TensorBoardLogger or a WandbLogger, because others take only numbers; give the "
+                "Trainer one, or leave the callback out"
             )
         if self.gradients is not None and trainer.strategy.step_in_backward:
             raise ConfigError(
-                f"Histograms(gradients={self.gradients!r}) beside step_in_backward=True, which frees gradients before "
-                "the step; set gradients to None"
+                f"Histograms(gradients={self.gradients!r}) cannot be used with step_in_backward=True, which frees "
+                "gradients before the step; set gradients to None"
             )
         parallel = trainer.strategy.parallel
         for name in ("compile", "cuda_graphs"):
@@ -95,7 +95,7 @@ class Histograms(L.Callback):
                 )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look whether patterns name something. Collective over all ranks."""
+        """Check whether patterns match a parameter. Collective over all ranks."""
         self._last_step = -1
         names = [*first_names(pl_module.state_dict(keep_vars=True)).values()]
         routers = {} if self.router_probabilities is None else named_routers(pl_module)
@@ -119,7 +119,7 @@ class Histograms(L.Callback):
         return step % self.every_n_steps == 0 and step != self._last_step
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Log the histograms of a step. Collective over all ranks then."""
+        """Log the histograms of a step. Collective over all ranks in steps with histograms."""
         step = trainer.global_step
         if not self._is_due(step):
             return
@@ -166,7 +166,7 @@ def _check_pattern(argument: str, pattern: str | None, kind: str, names: Sequenc
 
 
 def _filled(counts: Tensor) -> tuple[list[float], Tensor]:
-    """Return the bins from the first to the last that has something: their borders and counts."""
+    """Return the borders and counts of bins, from the first to the last that is not empty."""
     filled = counts.nonzero().flatten()
     first, last = int(filled[0]), int(filled[-1])
     borders = [2 * BORDERS[0], *BORDERS, 2 * BORDERS[-1]]

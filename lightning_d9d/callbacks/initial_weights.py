@@ -1,4 +1,4 @@
-"""`InitialWeights`: a fit that begins with the weights of a checkpoint, or a part of them."""
+"""`InitialWeights` begins a fit with the weights of a checkpoint, or a part of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from lightning_d9d.strategy.weights import overwrite_weights, report
 
 
 class InitialWeights(L.Callback):
-    """Loads weights, and neither optimizer nor place in the data, before `fit` trains; on any mesh from any other.
+    """Loads weights before `fit` trains, on any mesh from any other.
 
-    A run that goes on from a checkpoint of its own (`ckpt_path`) takes its weights from there.
+    It loads neither optimizer state nor the place in the data.
+
+    A run that resumes from its own checkpoint (`ckpt_path`) takes its weights from there.
 
     Args:
         path: A checkpoint directory or a Lightning file.
-        prefix: What the names begin with that are loaded, as in the module's `state_dict`: "model.layers." say. By
-            default all.
-        strict: All of these in the module must be in the checkpoint, and the other way round. Otherwise a warning says
-            what was not, and `differences` has the names.
+        prefix: Prefix of the names to load, as in the module's `state_dict`, such as "model.layers.". By default all
+            names are loaded.
+        strict: Whether the module and the checkpoint must have the same of these names. If False, a warning lists the
+            differences, and `differences` has the names.
     """
 
     def __init__(self, path: str | Path, prefix: str = "", strict: bool = True) -> None:
@@ -31,7 +33,7 @@ class InitialWeights(L.Callback):
         """What was in one of them only."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Loads; on all ranks."""
+        """Load the weights; on all ranks."""
         if trainer.ckpt_path is None:
             self.differences = overwrite_weights(pl_module, self.path, prefix=self.prefix, strict=self.strict)
             report(self.differences, self.path)

@@ -1,4 +1,4 @@
-"""`LossCurve`: the losses of a fit as a picture."""
+"""`LossCurve` draws the losses of a fit as a picture."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_d9d.errors import ConfigError
 class LossCurve(L.Callback):
     """Draws `train_loss` and `val_loss` over optimizer steps into a PNG file when `fit` ends.
 
-    Training points are taken every `log_every_n_steps` of the Trainer. They are part of a checkpoint: the picture of a
-    resumed run begins with the first step. If the data module has a `unigram_entropy`, as `TokenDataModule` has, a line
-    marks it. A model gets below this line as soon as it uses preceding tokens. Needs matplotlib (extra `viz`).
+    Training points are taken every `log_every_n_steps` of the Trainer. A checkpoint contains the points: the picture of
+    a resumed run begins with the first step. If the data module has a `unigram_entropy`, as `TokenDataModule` has, a
+    line marks it. A model gets below this line as soon as it uses preceding tokens. Needs matplotlib (extra `viz`).
 
     Args:
         path: The picture; its folder is made.
@@ -31,7 +31,7 @@ class LossCurve(L.Callback):
         self.validation: list[tuple[int, float]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Raises `ConfigError` before the training if the picture could not be drawn after it."""
+        """Raise `ConfigError` before the training if the picture could not be drawn after it."""
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(
                 f"LossCurve(path={str(self.path)!r}) needs matplotlib, which is not installed: "
@@ -42,14 +42,14 @@ class LossCurve(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes a point if the batch completed a step that the Trainer logs."""
+        """Take a point if the batch completed a step that the Trainer logs."""
         step = trainer.global_step
         is_new = not self.training or self.training[-1][0] != step
         if is_new and step % trainer.log_every_n_steps == 0 and "train_loss" in trainer.callback_metrics:  # type: ignore[attr-defined]
             self.training.append((step, trainer.callback_metrics["train_loss"].item()))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Takes a point of a validation inside `fit`."""
+        """Take a point of a validation inside `fit`."""
         if (
             trainer.state.fn == TrainerFn.FITTING
             and not trainer.sanity_checking
@@ -58,7 +58,7 @@ class LossCurve(L.Callback):
             self.validation.append((trainer.global_step, trainer.callback_metrics["val_loss"].item()))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draws, on rank 0."""
+        """Draw the picture, on rank 0."""
         if not trainer.is_global_zero:
             return
         from matplotlib.figure import Figure  # no pyplot: the same with and without a display, and inside a notebook
@@ -79,5 +79,5 @@ class LossCurve(L.Callback):
         return {"training": self.training, "validation": self.validation}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on behind the points of a checkpoint."""
+        """Continue after the points of a checkpoint."""
         self.training, self.validation = state_dict["training"], state_dict["validation"]

@@ -1,4 +1,4 @@
-"""A step of a pipeline as it ran, as a picture and in numbers."""
+"""Shows a measured step of a pipeline as a picture and in numbers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_d9d.strategy.strategy import D9DStrategy
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step as it ran, and as the simulator runs it with its mean costs."""
+    """A step as it was measured, and as the simulator runs it with the step's mean costs."""
 
     spans: tuple[Span, ...]
     """The compute actions of all ranks of the pipeline, in seconds."""
     simulation: Simulation
-    """With the mean time of each stage and kind of action, and of a message."""
+    """The simulated step, with the mean time of each stage and kind of action, and of a message."""
 
     @classmethod
     def of(cls, timeline: Timeline, module: D9DModule) -> MeasuredStep:
-        """Gather what the ranks of a pipeline have seen of one batch. Collective over the pipeline."""
+        """Gather the measurements of all ranks of a pipeline for one batch. Collective over the pipeline."""
         spans, pipeline = timeline.spans(), module.pipeline
         num_microbatches = sum(isinstance(span.action, Forward) and span.action.stage == 0 for span in spans)
         program = pipeline.schedule.program(pipeline.num_ranks, num_microbatches)
@@ -44,7 +44,7 @@ class MeasuredStep:
 
     @property
     def bubbles(self) -> str:
-        """Both bubbles as a text."""
+        """Return both bubbles as a text."""
         return f"bubble {self.bubble_ratio:.1%}, {self.simulation.bubble_ratio:.1%} simulated with its mean costs"
 
     def write(self, directory: Path, step: int) -> None:
@@ -74,7 +74,7 @@ class MeasuredStep:
 
 
 def executor_of(trainer: L.Trainer, module: L.LightningModule) -> tuple[D9DModule, Executor]:
-    """Return the module of a fit under `D9DStrategy`, and what runs its stages. Local."""
+    """Return the module of a fit under `D9DStrategy`, and the executor of its stages. Local."""
     assert isinstance(module, D9DModule)
     assert isinstance(trainer.strategy, D9DStrategy)
     executor = trainer.strategy.executor

@@ -1,4 +1,4 @@
-"""`PipelineTimeline`: one step of a pipeline as it really ran, as a picture and as costs."""
+"""`PipelineTimeline` shows one measured step of a pipeline as a picture and as costs."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class _Stage(NamedTuple):
 class PipelineTimeline(L.Callback):
     """Records when each forward and backward of one step of a `D9DModule` ran on each rank of the pipeline.
 
-    It writes these files to the directory, for the pipeline that global rank 0 is in:
+    It writes these files to the directory, for the pipeline of global rank 0:
 
     - `timeline.png`, `timeline.svg` and `timeline.html`: a Gantt picture;
-    - `timeline.json`: the same in numbers, and the bubble beside that of the simulator. The simulator uses the mean
-      time of each stage and kind of action, and of a message, in this step;
+    - `timeline.json`: the same in numbers, with the measured and the simulated bubble. The simulator uses the mean time
+      of each stage, each kind of action and each message in this step;
     - `costs.json`: the mean times, and for each stage the memory of a microbatch, which is measured in the step before.
-      `lightning_d9d.schedule.Auto(costs=...)` reads this file. The layers of a stage are read off the numbers in its
-      parameters' names; without them the file is not written.
+      `lightning_d9d.schedule.Auto(costs=...)` reads this file. The numbers in parameters' names give the layers of a
+      stage; without such numbers the file is not written.
 
     In the measured step each action costs two more events on CUDA. Before this step the ranks of a pipeline wait for
-    each other and for their devices, to start their clocks together. Ranks of one host then agree within some ten
-    microseconds; over a network within the time of a small message. Nothing is measured in other steps.
+    each other and for their devices, to start their clocks together. The clocks of ranks of one host then agree within
+    about ten microseconds; over a network they agree within the time of a small message. Nothing is measured in other
+    steps.
 
     If batches are accumulated, the first batch of the step is measured. Needs `D9DStrategy`, and matplotlib and plotly
     (extra `viz`).
 
     Args:
         directory: Is made.
-        step: How many optimizer steps of the fit come before the measured one, for caches and clocks to settle; at
-            least 1.
+        step: Number of optimizer steps before the measured one, so that caches and clocks settle; at least 1.
     """
 
     def __init__(self, directory: str | Path, step: int = 10) -> None:
@@ -71,7 +71,7 @@ class PipelineTimeline(L.Callback):
         self._timeline: Timeline | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Raises `ConfigError` before the training if nothing can be measured or drawn."""
+        """Raise `ConfigError` before the training if nothing can be measured or drawn."""
         if stage != "fit":
             return
         if not (isinstance(trainer.strategy, D9DStrategy) and isinstance(pl_module, D9DModule)):
@@ -88,14 +88,14 @@ class PipelineTimeline(L.Callback):
         make_folder(trainer, self.directory, f"PipelineTimeline(directory={str(self.directory)!r})")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Counts steps from here: those of a resumed run need their warm-up, too."""
+        """Count steps from here: a resumed run needs its warm-up steps, too."""
         self._first_step = trainer.global_step
         self.measured = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begins to look. Collective over the pipeline before the measured step."""
+        """Begin to measure. Collective over the pipeline before the measured step."""
         step = trainer.global_step - self._first_step
         if self.measured is not None or step not in (self.step - 1, self.step):
             return
@@ -108,7 +108,7 @@ class PipelineTimeline(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Looks away; after the measured step writes what was seen. Collective over the pipeline then."""
+        """Stop measuring; after the measured step write the files. Collective over the pipeline in that step."""
         module, executor = executor_of(trainer, pl_module)
         executor.observer = None
         if self._timeline is None:
@@ -122,7 +122,7 @@ class PipelineTimeline(L.Callback):
             self._write_costs(module, batch, stages)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says so if the fit was too short."""
+        """Warn if the fit was too short."""
         if self.measured is None:
             rank_zero_warn(f"PipelineTimeline measured nothing: the fit ended before its step {self.step}")
 
@@ -169,7 +169,7 @@ class PipelineTimeline(L.Callback):
 def _layers(stage: nn.Module) -> tuple[int, int] | None:
     """Return the first layer of a stage and the one after its last, by the numbers in parameters' names.
 
-    Of several numbered lists (decoder layers, and the parts of a head) the one with most elements is taken.
+    If there are several numbered lists (decoder layers, and the parts of a head), the longest is taken.
     """
     numbers: dict[str, set[int]] = defaultdict(set)
     sizes: dict[str, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""`PredictionWriter`: what `predict` predicts, as files."""
+"""`PredictionWriter` writes the results of `predict` to files."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _OFF = "or leave PredictionWriter out (lightning-d9d predict: --predictions.writ
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes what `Trainer.predict` predicts, batch by batch, as safetensors files in the order of the dataset.
+    """Writes the results of `Trainer.predict`, batch by batch, as safetensors files in the order of the dataset.
 
-    Predictions are tensors with the rows of the batch along dim 0, or dicts, lists and dataclasses of such; None in
-    them is left out. Each tensor in the files has rows that follow each other in the dataset. Its name says what it is
-    and its first row: `prediction.0`, or `logits.0` of a dict with `logits`. `rows.safetensors.index.json` has the
-    names in order. With several dataloaders names begin with `loader_0.`, `loader_1.`, ...
+    Predictions are tensors with the rows of the batch along dim 0, or dicts, lists and dataclasses of such tensors.
+    None in them is left out. Each tensor in the files has consecutive rows of the dataset. Its name has the kind and
+    the first row: `prediction.0`, or `logits.0` for a dict with `logits`. `rows.safetensors.index.json` has the names
+    in order. With several dataloaders names begin with `loader_0.`, `loader_1.`, ...
 
-    Rows have their numbers in the dataset, over any number of data ranks; the copies with which a sampler fills up
-    are left out. If numbers are not known (an IterableDataset), rows follow each other as the batches do. Among the
-    ranks' batches with the same number, the lowest rank's comes first. One of the ranks that share a batch writes. A
-    LightningModule of any kind works, and so do Lightning's own strategies.
+    Rows are numbered as in the dataset, over any number of data ranks; copies that a sampler adds to fill batches are
+    left out. If the numbers are unknown (an IterableDataset), rows are in the order of batches. Among batches of
+    several ranks with the same number, that of the lowest rank comes first. If ranks share a batch, one of them writes.
+    Any LightningModule works, and so do Lightning's own strategies.
 
-    The directory appears when it is complete. A prediction that fails leaves nothing. Ranks whose rows alternate write
-    twice, the second time in order, which takes as much space again for a while. Call `Trainer.predict` with
-    `return_predictions=False`, or Lightning keeps all predictions in memory besides.
+    The directory appears when it is complete. A prediction that fails leaves no files. If the rows of ranks alternate,
+    they are written twice, the second time in order. This takes the space of both copies for a while. Call
+    `Trainer.predict` with `return_predictions=False`; otherwise Lightning also keeps all predictions in memory.
 
     Args:
-        directory: Where the files go, which all ranks reach; also a URL that fsspec knows.
-        overwrite: Replace an existing directory, with everything in it.
-        max_shard_bytes: Size at which a new file begins. A rank has about so much in memory.
+        directory: Directory for the files, which all ranks can reach; also a URL that fsspec knows.
+        overwrite: Whether to replace an existing directory, with everything in it.
+        max_shard_bytes: Size at which a new file begins. A rank holds about this much in memory.
 
     Raises:
-        ConfigError: A prediction is not of this form; raised in predict.
-        StateError: The directory has files and `overwrite` is not set, or it cannot be written; raised in predict, on
+        ConfigError: A prediction does not have this form. Raised in predict.
+        StateError: The directory has files and `overwrite` is not set, or it cannot be written. Raised in predict, on
             every rank.
     """
 
@@ -63,7 +63,7 @@ class PredictionWriter(BasePredictionWriter):
         self._last_indices: Sequence[int] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Begin a prediction, before its data are read: all ranks come here, also those that have no data."""
+        """Begin a prediction before its data are read: all ranks call this hook, also those without data."""
         super().setup(trainer, pl_module, stage)
         if stage == "predict":
             folder = self._opened.enter_context(complete_directory(self.directory, self.overwrite, self._failure))
@@ -79,7 +79,7 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Take a batch, and write a file if there is enough. Local."""
+        """Keep a batch, and write a file when there is enough. Local."""
         rows = None if batch_indices is self._last_indices else batch_indices  # a loader without any leaves the last
         self._last_indices = batch_indices
         if prediction is None or not _writes(pl_module):
@@ -93,7 +93,7 @@ class PredictionWriter(BasePredictionWriter):
                 self._files.add(dataloader_idx, batch_idx, rows or None, tensors)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write what is left, and let the directory appear. Collective, unlike the end of an epoch: see `setup`."""
+        """Write the remaining rows, and publish the directory. Collective, unlike the end of an epoch: see `setup`."""
         files, self._files = self._files, None
         if files is None:
             return
@@ -124,8 +124,9 @@ def _named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     parts = children(tree)
     if parts is None and tree is not None:
         raise ConfigError(
-            f"PredictionWriter writes tensors, and predict gave {described(tree)}{f' in {name!r}' if name else ''}; "
-            f"return tensors with the rows of the batch along dim 0, {_OFF}"
+            "PredictionWriter writes tensors, but predict returned "
+            f"{described(tree)}{f' in {name!r}' if name else ''}; return tensors with the rows of the batch along dim "
+            f"0, {_OFF}"
         )
     names, values = parts or ((), [])
     for key, value in zip(range(len(values)) if names is None else names, values, strict=True):
@@ -137,10 +138,10 @@ def _check_rows(tensors: dict[str, Tensor], rows: Sequence[int] | None, predicti
     expected = {len(rows)} if rows else {*sizes.values()}
     for name, tensor in tensors.items():
         if tensor.dtype not in ALL_DTYPE_NAMES:
-            raise ConfigError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it, {_OFF}")
+            raise ConfigError(f"{name} is {tensor.dtype}, which safetensors files do not support; cast it, {_OFF}")
         if sizes[name] is None or {sizes[name]} != expected:
             wanted = f"the batch has {len(rows)} rows" if rows else "all tensors need the same rows"
             raise ConfigError(
-                f"PredictionWriter writes rows, and predict gave {described(prediction)}, but {wanted}: return tensors "
-                f"with the rows of the batch along dim 0, {_OFF}"
+                f"PredictionWriter writes rows, but predict returned {described(prediction)}, and {wanted}: return "
+                f"tensors with the rows of the batch along dim 0, {_OFF}"
             )

@@ -1,4 +1,4 @@
-"""`ProgressLines`: a line of progress now and then, for logs and terminals without a progress bar."""
+"""`ProgressLines` logs lines of progress, for log files and terminals without a progress bar."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LATE = ("train_loss", "speed/tokens_per_s")
 
 @dataclass(frozen=True)
 class _Line:
-    """A line that waits for values of a device."""
+    """A line that waits for values from a device."""
 
     begin: str
     late: dict[str, Tensor]
-    """On the host, once the device has come to it."""
+    """The late values on the host, once the device has computed them."""
     values: dict[str, float]
     end: str
     copied: torch.Event | None
@@ -42,16 +42,16 @@ class _Line:
 
 
 class ProgressLines(L.Callback):
-    """Logs a line every `log_every_n_steps` steps of a fit where nobody watches a progress bar.
+    """Logs a line every `log_every_n_steps` steps of a fit if no progress bar is visible.
 
-    Such as `step 200 of 1000: train_loss 2.413, 12046 tokens/s, 0.341 s a step, 31.2 GiB at most, 0:04:33 left`, and
-    after a validation `step 200: val_loss 2.455`. The values are `train_loss`, those logged with `prog_bar=True`, and
-    the speed of `RunMetrics` where it is there. Memory is the most that torch has allocated on the GPU of rank 0. The
-    time left follows from the steps since the line before, without validation.
+    Examples are `step 200 of 1000: train_loss 2.413, 12046 tokens/s, 0.341 s a step, 31.2 GiB at most, 0:04:33 left`,
+    and after a validation `step 200: val_loss 2.455`. The values are `train_loss`, those logged with `prog_bar=True`,
+    and the speed of `RunMetrics` if it is used. Memory is the largest number of bytes that torch has allocated on the
+    GPU of rank 0. The remaining time is extrapolated from the steps since the last line, without validation.
 
-    A bar is watched if the Trainer has one and its output (stderr) is a terminal: there this callback is silent. In a
-    file, where each update of a bar would be a line, it replaces the Trainer's bar. Rank 0 alone logs. Under
-    `D9DStrategy` the host does not wait for the device: a line comes a step or so later.
+    A bar is visible if the Trainer has one and its output (stderr) is a terminal; this callback then logs nothing. In a
+    file, where each update of a bar would be a line, it replaces the Trainer's bar. Only rank 0 logs. Under
+    `D9DStrategy` the host does not wait for the device, so a line is about one step late.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class ProgressLines(L.Callback):
         self._step, self._seconds, self._since = step, 0.0, perf_counter()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hide a bar that nobody watches. Local."""
+        """Hide a bar that is not visible. Local."""
         self._is_on = stage == "fit" and trainer.is_global_zero and not is_watched(trainer)
         bar = trainer.progress_bar_callback
         if self._is_on and bar is not None:
@@ -77,7 +77,7 @@ class ProgressLines(L.Callback):
             self._hidden = bar
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to count. Local."""
+        """Begin to count steps and time. Local."""
         total = trainer.estimated_stepping_batches
         self._total = total if total > 0 else math.inf
         self._is_due, self._waiting = False, None
@@ -92,20 +92,20 @@ class ProgressLines(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the line whose values have come; see whether the step has one. Local."""
+        """Log the pending line if its values have arrived, and check whether this step gets a line. Local."""
         self._flush(trainer)
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._is_due = self._is_on and step > self._step and every > 0 and step % every == 0
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let the time stand still. Local."""
+        """Stop the clock. Local."""
         self._seconds += perf_counter() - self._since
         self._since = perf_counter()
         self._take(trainer, pl_module)
         self._before_validation = dict(_shown(trainer))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log what the validation has logged for the bar. Local."""
+        """Log the values that the validation has logged for the bar. Local."""
         self._since = perf_counter()
         if not self._is_on or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
@@ -122,11 +122,11 @@ class ProgressLines(L.Callback):
         self._flush(trainer, waits=True)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the bar back. Local."""
+        """Restore the bar. Local."""
         self._show_bar()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give the bar back. Local."""
+        """Restore the bar. Local."""
         self._show_bar()
 
     def _show_bar(self) -> None:
@@ -159,7 +159,7 @@ class ProgressLines(L.Callback):
         self._flush(trainer)
 
     def _flush(self, trainer: L.Trainer, waits: bool = False) -> None:
-        """Log the line that waits, if its values have come."""
+        """Log the pending line, if its values have arrived."""
         line = self._waiting
         if line is None:
             return
@@ -176,5 +176,5 @@ def _shown(trainer: L.Trainer) -> dict[str, float]:
 
 
 def _logged(trainer: L.Trainer) -> dict[str, Tensor]:
-    """Values that were logged, likewise."""
+    """Return all logged values, in the same way."""
     return trainer._logger_connector._callback_metrics  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""`RouterCounts`: which experts the tokens of a fit visit, where the model has no balance that counts them."""
+"""`RouterCounts` counts which experts the tokens of a fit visit, for models without a balance that counts them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def named_routers(module: L.LightningModule) -> dict[str, TopKRouter]:
 
 
 class RouterCounts:
-    """Lets routers that have no `ExpertBalance` count tokens until `close`. Collective over all ranks.
+    """Makes routers without an `ExpertBalance` count tokens until `close`. Collective over all ranks.
 
     Args:
-        module: In a fit.
+        module:
     """
 
     def __init__(self, module: D9DModule) -> None:
@@ -45,7 +45,7 @@ class RouterCounts:
         self._labels = [f"layer_{number}" for number in numbers] if are_layers else list(self._sizes)
 
     def take(self) -> Tensor | None:
-        """Return the tokens of each expert that this rank has counted since the last time. Local.
+        """Return the tokens of each expert that this rank has counted since the last call. Local.
 
         Returns:
             Float64 `[all experts of all routers]`, 0 for routers of other ranks; None without routers.
@@ -62,10 +62,10 @@ class RouterCounts:
         return torch.cat(parts)
 
     def values(self, sums: Tensor) -> dict[str, Tensor]:
-        """Return what is logged. Local, without a host sync.
+        """Return the values to be logged. Local, without a host sync.
 
         Args:
-            sums: What `take` returned, added up over all ranks.
+            sums: Results of `take`, summed over all ranks.
         """
         if not self._sizes:
             return {}
@@ -76,7 +76,7 @@ class RouterCounts:
         return found
 
     def close(self) -> None:
-        """Let routers be as they were. Local."""
+        """Restore the routers. Local."""
         for router in self._own.values():
             router.balance = None
         self._own = {}

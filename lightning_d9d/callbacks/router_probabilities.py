@@ -1,4 +1,4 @@
-"""`RouterProbabilities`: how the probabilities are spread that routers give to experts."""
+"""`RouterProbabilities`: the distribution of the probabilities that routers give to experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RouterProbabilities:
     Each token of a step counts once for each expert. Dummy microbatches and recomputations do not count.
 
     Args:
-        routers: Of this rank's stages, by name.
+        routers: Routers of this rank's stages, by name.
         group: The ranks with other tokens and the same routers; None in one process.
     """
 
@@ -33,7 +33,7 @@ class RouterProbabilities:
         self._counts: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Count from here on, unless that has begun. Local."""
+        """Begin to count, unless counting has begun. Local."""
         if self._handles:
             return
         for name, router in self._routers.items():

@@ -1,4 +1,4 @@
-"""`RunMetrics`: how fast a fit is, where its time goes, and what its gradients and memory do."""
+"""`RunMetrics` logs how fast a fit is, where its time goes, and how its gradients and memory develop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A rank's numbers: of the batches since it sent last, and as things stand."""
+    """A rank's numbers: for the batches since it last sent them, and current values."""
 
     seconds: Any
     steps: Any
@@ -62,12 +62,12 @@ class _Interval:
         self._since: float | None = None
 
     def go(self) -> None:
-        """Let the time run on."""
+        """Start the clock again."""
         if self._since is None:
             self._since = perf_counter()
 
     def stop(self) -> None:
-        """Let the time stand still."""
+        """Stop the clock."""
         self._seconds, self._since = self.seconds, None
 
     @property
@@ -78,22 +78,24 @@ class _Interval:
 class RunMetrics(L.Callback):
     """Logs speed, the parts of a step, memory, learning rates and gradient norms of a `D9DModule` under `D9DStrategy`.
 
-    Values are logged every `log_every_n_steps` steps of the Trainer, and are equal on every rank. They cost no message
-    of their own, as numbers of ranks travel with the report of a batch. The host does not wait for the device to
-    compute them; Lightning reads them from there when it hands them to loggers. Speeds are those of all steps since the
-    last ones, up to the step before, without time for validation. One step of each interval is measured in parts. See
-    [Read a run](../how-to/read-a-run.md) for each name. All ranks must have the callback.
+    Values are logged every `log_every_n_steps` steps of the Trainer, and are equal on every rank. They need no message
+    of their own, because the ranks' numbers are sent with the report of a batch. The host does not wait for the device
+    to compute them; Lightning reads them when it passes them to loggers. Speeds cover all steps since the last values,
+    up to the step before, without time for validation. One step of each interval is measured in parts. See [Read a
+    run](../how-to/read-a-run.md) for each name. All ranks must have the callback.
 
     Args:
-        peak_tflops: What one device can do at most in 1e12 operations a second, for MFU. By default that of dense
-            products in bfloat16, for GPUs whose data sheet is known; without a peak no MFU is logged.
-        norm_every_step: Compute `grad_norm` in each step, where no clipping does, so that callbacks see it there.
-        norm_groups: Patterns of parameter names by a name, such as `{"experts": "*.experts.*"}`: the norm of the
-            gradients of each is logged as `grad_norm/experts`.
+        peak_tflops: Peak of one device in 1e12 operations a second, for MFU. By default the peak of dense products in
+            bfloat16, for GPUs whose data sheet is known; without a peak no MFU is logged.
+        norm_every_step: Whether to compute `grad_norm` in each step even without clipping, so that callbacks can read
+            it.
+        norm_groups: Patterns of parameter names by label, such as `{"experts": "*.experts.*"}`: the gradient norm of
+            each group is logged as `grad_norm/experts`.
 
     Raises:
-        ConfigError: `peak_tflops` is not above 0. When a fit begins: the module is not a `D9DModule` under
-            `D9DStrategy`, or a pattern has no parameter. When values are first logged: another part logs a name, too.
+        ConfigError: `peak_tflops` is not above 0. At the start of a fit: the module is not a `D9DModule` under
+            `D9DStrategy`, or a pattern matches no parameter. When values are first logged: another part of the run logs
+            a name, too.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class RunMetrics(L.Callback):
         self._routers: RouterCounts | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what cannot be watched.
+        """Refuse a run that cannot be measured.
 
         Raises:
             ConfigError: The module is not a `D9DModule` under `D9DStrategy`, or gradients have no norms by group.
@@ -141,12 +143,12 @@ class RunMetrics(L.Callback):
             )
         if self.norm_groups and trainer.strategy.step_in_backward:
             raise ConfigError(
-                f"RunMetrics(norm_groups={self.norm_groups}) beside step_in_backward=True, which frees gradients "
-                "before their norms are taken; leave one of them out"
+                f"RunMetrics(norm_groups={self.norm_groups}) cannot be used with step_in_backward=True, which frees "
+                "gradients before their norms are taken; leave one of them out"
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to watch. Collective over all ranks."""
+        """Begin to measure. Collective over all ranks."""
         assert isinstance(pl_module, D9DModule)
         self._reset()
         self._flops.clear()
@@ -162,7 +164,7 @@ class RunMetrics(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Send what is known of the batches before, if this step is logged. Local."""
+        """Send the numbers of the batches before, if this step is logged. Local."""
         assert isinstance(pl_module, D9DModule)
         report, step = pl_module.pipeline.batch_report, trainer.global_step
         is_logged = _every(trainer) > 0 and (step + 1) % _every(trainer) == 0
@@ -177,7 +179,7 @@ class RunMetrics(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; log what ranks have sent, if the step is logged. Local."""
+        """Count the batch; log the ranks' numbers, if the step is logged. Local."""
         assert isinstance(pl_module, D9DModule)
         if batch is None:  # Lightning leaves the step out
             return
@@ -224,7 +226,7 @@ class RunMetrics(L.Callback):
             self._routers = None
 
     def _parameters_of_groups(self, module: D9DModule) -> dict[str, list[Any]]:
-        """Return the parameters of each group, by its name. Collective over all ranks."""
+        """Return the parameters of each group, by its label. Collective over all ranks."""
         names = first_names(module.state_dict(keep_vars=True))
         groups = {
             name: [weight for weight, called in names.items() if weight.requires_grad and fnmatchcase(called, pattern)]
@@ -235,12 +237,12 @@ class RunMetrics(L.Callback):
                 name = of_ranks[0][0]
                 raise ConfigError(
                     f"RunMetrics(norm_groups={{{name!r}: {self.norm_groups[name]!r}}}): no trained parameter has such "
-                    f"a name; they are called {next(iter(names.values()), '')!r} and so on, and * stands for anything"
+                    f"a name. Names are {next(iter(names.values()), '')!r} and so on, and * stands for anything"
                 )
         return groups
 
     def _start_clock(self, trainer: L.Trainer, module: D9DModule) -> None:
-        """Measure the coming step, if it is in the middle of an interval."""
+        """Measure the next step, if it is in the middle of an interval."""
         self._step = trainer.global_step
         every = _every(trainer)
         if every > 0 and self._step % every == every // 2:
@@ -304,7 +306,7 @@ class RunMetrics(L.Callback):
             self._weight = report.weight
 
     def _values(self, trainer: L.Trainer, module: D9DModule, rows: Tensor) -> dict[str, Tensor]:
-        """Make of the rows of all ranks what is logged. Local, without a host sync."""
+        """Compute the values to be logged from the rows of all ranks. Local, without a host sync."""
         assert isinstance(trainer.strategy, D9DStrategy)
         size = len(fields(_Numbers))
         of = _Numbers(*rows[:, :size].unbind(1))
@@ -357,17 +359,17 @@ class RunMetrics(L.Callback):
         if self._names is None:
             if clash := sorted(values.keys() & trainer.callback_metrics.keys()):
                 raise ConfigError(
-                    f"RunMetrics logs {', '.join(clash)}, and so does something else in this run; give your own values "
+                    f"RunMetrics logs {', '.join(clash)}, and so does another part of this run; give your own values "
                     "other names"
                 )
             self._names = {*values}
 
 
 def num_padding(batch: Any) -> Tensor | None:
-    """Return how many tokens of a batch are padding, on its device; None if it does not tell. Local.
+    """Return how many tokens of a batch are padding, on its device; None if the batch does not say. Local.
 
     Args:
-        batch: A mapping. Padding is where its `attention_mask` is 0, or its `document_ids` are negative.
+        batch: A mapping. Padding tokens have an `attention_mask` of 0, or negative `document_ids`.
     """
     if not isinstance(batch, Mapping):
         return None

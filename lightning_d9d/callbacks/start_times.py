@@ -1,4 +1,4 @@
-"""`StartTimes`: a table of what a start takes, from the beginning of the process to the end of the first step."""
+"""`StartTimes` prints the times of a start by part, from the beginning of the process to the end of the first step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _IMPORTED = time.perf_counter()
 class StartTimes(L.Callback):
     """Prints on the first rank, after the first batch of a fit, how many seconds each part of the start took.
 
-    `before setup` is all since the process began: imports, the Trainer, the default process group. A later fit of the
-    process does not have it. The parts that the package measures (`mesh`, `initial weights`, `weights from files`,
-    `kernels`) are on lines of their own. `model and strategy`, `first batch` and `first step` are what is left of these
-    stretches, so all lines make up the total. On a GPU the first step ends when the device is done. `kernels` is what
-    Triton takes to compile or read kernels; what it builds to launch them is in the first step.
+    `before setup` is the time since the process began: imports, the Trainer, the default process group. A later fit of
+    the process does not have this line. The parts that the package measures (`mesh`, `initial weights`,
+    `weights from files`, `kernels`) are on lines of their own. `model and strategy`, `first batch` and `first step` are
+    the remaining time, so that all lines add up to the total. On a GPU the first step ends when the device is done.
+    `kernels` is the time in which Triton compiles or reads kernels; building their launchers counts in the first step.
 
     Attributes:
-        seconds: The table, by part; empty before. On every rank, each its own.
+        seconds: The seconds of each part; empty before the end of the first step. Each rank has its own.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StartTimes(L.Callback):
         self._is_done = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Ends what comes before the fit."""
+        """End the time before the fit."""
         self._is_done = stage != "fit"
         is_later = bool(self.seconds)
         self.seconds = {}
@@ -47,19 +47,19 @@ class StartTimes(L.Callback):
             self._end("before setup")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ends the strategy's setup, and the sanity check."""
+        """End the time of the strategy's setup and of the sanity check."""
         self._end("model and strategy")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Ends the wait for the first batch."""
+        """End the wait for the first batch."""
         self._end("first batch")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends the first step, and prints."""
+        """End the first step, and print."""
         if self._is_done:
             return
         if pl_module.device.type == "cuda":
@@ -76,7 +76,7 @@ class StartTimes(L.Callback):
         )
 
     def _end(self, name: str) -> None:
-        """End a stretch; parts that were measured in it are taken off."""
+        """End an interval, and subtract the parts that were measured in it."""
         if self._is_done:
             return
         now, parts = time.perf_counter(), seconds_of_parts()
@@ -89,7 +89,7 @@ class StartTimes(L.Callback):
 
 
 def seconds_of_process() -> float:
-    """Return how long ago this process began, or this module was imported where the system does not say."""
+    """Return how long ago this process began, or this module was imported if the system does not tell."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

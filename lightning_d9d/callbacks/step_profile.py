@@ -1,4 +1,4 @@
-"""`StepProfile`: traces, tables and pictures of chosen steps of a fit, and of its memory."""
+"""`StepProfile` writes traces, tables and pictures of selected steps of a fit, and of its memory."""
 
 from __future__ import annotations
 
@@ -36,38 +36,41 @@ Memory = Literal["steps", "always", "never"]
 
 
 class StepProfile(L.Callback):
-    """Profiles chosen steps of a fit under `D9DStrategy` on chosen ranks, and writes what a person can look at.
+    """Profiles selected steps of a fit under `D9DStrategy` on selected ranks, and writes the results in readable form.
 
-    For steps that begin with step 10 it makes a folder `step_10` with
+    For steps from step 10 on it makes a folder `step_10` with these files:
 
-    - `rank_0.trace.json.gz`: a trace for Perfetto or Chrome. Actions of the schedule have their names in it, such as
-      `0F1` for the forward of stage 0 on microbatch 1. So have batches, and waits for other ranks;
-    - `rank_0.md` and `rank_0.json`: the parts of a step, operators that take longest, gaps of the device;
-    - `rank_0.memory.pickle`: on a GPU what lies in its memory behind these steps, and what was allocated in them;
-    - `timeline.png`, `.svg`, `.html` and `.json`: with several pipeline ranks the step before these, as it ran on the
-      ranks of the first pipeline. Nothing is traced in it. The pictures need the extra `viz`.
+    - `rank_0.trace.json.gz`: a trace for Perfetto or Chrome. Actions of the schedule have their names in the trace,
+      such as `0F1` for the forward of stage 0 on microbatch 1. Batches and waits for other ranks are named, too;
+    - `rank_0.md` and `rank_0.json`: the parts of a step, the operators that take longest, gaps of the device;
+    - `rank_0.memory.pickle`: on a GPU the contents of its memory after these steps, and the allocations in them;
+    - `timeline.png`, `.svg`, `.html` and `.json`: with several pipeline ranks the measured step before these, on the
+      ranks of the first pipeline. That step is not traced. The pictures need the extra `viz`.
 
-    Memory that runs out on any rank leaves `out_of_memory_rank_0.pickle` with the number of that rank.
+    If memory runs out on a rank, that rank writes `out_of_memory_rank_0.pickle`, with its own number.
 
     Profiled steps take longer, and so does the fit while files are written. All ranks must have the callback. A failure
-    to write is said once, and training goes on.
+    to write is reported once, and training continues.
 
     Args:
-        directory: Is made. By default `profile` beside the checkpoints, or in the log directory of the run.
-        first_step: The first step that is profiled, counted from 1; at least 2, as the first makes caches and kernels.
-        last_step: The last one; by default the first. A trace has some megabytes for each step.
-        every_n_steps: Profile as many steps again each time after so many steps; None: once.
-        ranks: Those that are profiled, or "all".
-        memory: With "steps" it remembers who allocates in profiled steps. With "always" it does so from the beginning
-            of the fit on: a snapshot of memory that runs out then names all lines. With "never" none is written.
+        directory: Is made. Directory for the folders; by default `profile` beside the checkpoints, or in the log
+            directory of the run.
+        first_step: The first profiled step, counted from 1; at least 2, because the first step builds caches and
+            kernels.
+        last_step: The last profiled step; by default the first. A trace has some megabytes for each step.
+        every_n_steps: Profile as many steps again after each such number of steps; None profiles once.
+        ranks: Ranks that are profiled, or "all".
+        memory: With "steps", allocations are recorded in profiled steps. With "always" they are recorded from the
+            beginning of the fit: a snapshot of memory that runs out then names all lines. With "never" no snapshot is
+            written.
 
     Attributes:
-        profiled: On a rank that is profiled the last result; else None.
-        measured: On several pipeline ranks the last step that was drawn; else None.
+        profiled: The last result on a rank that is profiled; otherwise None.
+        measured: The last drawn step, with several pipeline ranks; otherwise None.
 
     Raises:
-        ConfigError: A value is out of range. When a fit begins: another strategy, a rank or step that the run does not
-            have, a directory that cannot be written, or another profiler.
+        ConfigError: A value is out of range. At the start of a fit: the strategy is another one, the run has no such
+            rank or step, or there is another profiler. The directory cannot be written.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class StepProfile(L.Callback):
     ) -> None:
         last_step = first_step if last_step is None else last_step
         if first_step < 2:
-            raise ConfigError(f"StepProfile(first_step={first_step}) must be at least 2: StartTimes looks at the first")
+            raise ConfigError(f"StepProfile(first_step={first_step}) must be at least 2: StartTimes measures the first")
         if last_step < first_step:
             raise ConfigError(f"StepProfile(last_step={last_step}) must not be before first_step={first_step}")
         num_steps = last_step + 1 - first_step
@@ -111,10 +114,10 @@ class StepProfile(L.Callback):
         """Of memory that ran out."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what cannot be profiled or written; begin to watch memory. Collective over all ranks.
+        """Refuse a run that cannot be profiled or written; begin to watch memory. Collective over all ranks.
 
         Raises:
-            ConfigError: The run has not what is asked for, or nothing can be written; on every rank.
+            ConfigError: The run does not have a requested rank or step, or nothing can be written; on every rank.
         """
         if stage != "fit":
             return
@@ -160,7 +163,7 @@ class StepProfile(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to look. Collective over the pipeline before a step that is drawn, else local."""
+        """Begin to measure. Collective over the pipeline before a step that is drawn, otherwise local."""
         step = trainer.global_step + 1
         if self._includes(step):
             if self._trace is None and self._is_chosen(trainer):
@@ -175,7 +178,10 @@ class StepProfile(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write what was seen, if the steps are over. Collective over the pipeline behind a step that is drawn."""
+        """Write the results, if the profiled steps are over.
+
+        Collective over the pipeline after a step that is drawn.
+        """
         is_over = not self._includes(trainer.global_step + 1)
         if self._trace is not None:
             self._trace.end_batch()
@@ -190,14 +196,14 @@ class StepProfile(L.Callback):
             self._is_to_draw = trainer.is_global_zero
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write what was seen of a fit that ends early. Local."""
+        """Write the results of a fit that ends early. Local."""
         if self._trace is not None:
             self._finish(trainer, pl_module)
         self._draw()
         self._watching.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Look away; say where the snapshot is, if memory ran out. Local."""
+        """Stop measuring; report where the snapshot is, if memory ran out. Local."""
         if self._trace is not None:
             trace, self._trace = self._trace, None
             with suppress(Exception):  # the other one is what matters
@@ -220,7 +226,7 @@ class StepProfile(L.Callback):
             ) from error
 
     def _includes(self, step: int) -> bool:
-        """Return True for a step that is profiled."""
+        """Return whether a step is profiled."""
         behind = step - self.first_step
         if self.every_n_steps is not None and behind >= 0:
             behind %= self.every_n_steps
@@ -236,7 +242,8 @@ class StepProfile(L.Callback):
             others.append(trainer.profiler)  # type: ignore[attr-defined]
         if others:
             raise ConfigError(
-                f"StepProfile beside {type(others[0]).__name__}: only one of them can profile a run; leave one out"
+                f"StepProfile cannot be used with {type(others[0]).__name__}: only one of them can profile a run; "
+                "leave one out"
             )
 
     def _refuse_steps_past(self, end: float) -> None:
@@ -291,7 +298,10 @@ class StepProfile(L.Callback):
             say(trainer, f"Profiled step {trace.step}: see {path.parent}")
 
     def _draw(self) -> None:
-        """Draw the measured step. It waits until the profiled ones are over, whose ranks would wait for it."""
+        """Draw the measured step.
+
+        Drawing is deferred until the profiled steps are over, because its ranks would wait for it.
+        """
         if self._is_to_draw and self.measured is not None:
             self._is_to_draw = False
             with self._training_goes_on():
@@ -304,7 +314,7 @@ class StepProfile(L.Callback):
 
     @contextmanager
     def _training_goes_on(self) -> Generator[None]:
-        """Say the first failure inside, and go on behind it."""
+        """Report the first failure inside the block, and continue after it."""
         try:
             yield
         except Exception as error:
@@ -322,7 +332,7 @@ class _Trace:
     Args:
         device: That computes.
         step: The first step.
-        records_memory: Remember allocations until it stops.
+        records_memory: Whether to record allocations until it stops.
     """
 
     def __init__(self, device: torch.device, step: int, *, records_memory: bool) -> None:
@@ -352,14 +362,14 @@ class _Trace:
             self._batch = None
 
     def measure(self) -> tuple[float, float]:
-        """Return seconds until the host had launched all, and until the device was done."""
+        """Return the seconds until the host had launched everything, and until the device was done."""
         launched = perf_counter() - self._began
         self._synchronize()
         return launched, perf_counter() - self._began
 
     @contextmanager
     def stopping(self) -> Generator[None]:
-        """Stop the profiler, and remember allocations until the end of the block."""
+        """Stop the profiler, and stop recording allocations at the end of the block."""
         self.end_batch()
         with self._open:
             self.profiler.stop()
@@ -376,7 +386,7 @@ class _Trace:
 
 
 class _WaitRanges:
-    """Puts waits for other ranks into the trace."""
+    """Adds waits for other ranks to the trace."""
 
     def __init__(self) -> None:
         self._range: record_function | None = None
@@ -402,7 +412,7 @@ def _has_pipeline(module: L.LightningModule) -> bool:
 
 
 def _last_step(trainer: L.Trainer) -> float:
-    """Return the step with which a fit ends at the latest on this rank; infinity if it is unknown."""
+    """Return the latest possible last step of a fit on this rank; infinity if it is unknown."""
     end = math.inf if trainer.max_steps == -1 else trainer.max_steps
     module, num_batches = trainer.lightning_module, trainer.num_training_batches
     if trainer.max_epochs in (None, -1) or not module.automatic_optimization or num_batches == math.inf:

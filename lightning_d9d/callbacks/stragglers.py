@@ -1,9 +1,9 @@
-"""`Stragglers`: names a rank for which the others wait, and draws what each rank did over time.
+"""`Stragglers` names a rank for which the others wait, and draws how each rank spent its time.
 
-[Note: times by the store] Numbers of ranks could travel with the report of a batch, as those of `RunMetrics` do. But
-only batches of a `D9DModule` have one, and ranks of plain modules are compared, too. Such a row is in the memory of the
-device, and would make it as large as the job: 192 numbers of each rank. The job's store is there for both kinds, takes
-nothing of the device, and rank 0 alone reads it.
+[Note: times by the store] Numbers of ranks could be sent with the report of a batch, as `RunMetrics` does. But only
+batches of a `D9DModule` have a report, and ranks of plain modules are compared, too. Such a row lies in device memory,
+and would make it grow with the job: 192 numbers for each rank. The job's store is available for both kinds, uses no
+device memory, and only rank 0 reads it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from lightning_d9d.waits import observed_by
 
 
 class Stragglers(L.Callback):
-    """Names a rank of a fit under `D9DStrategy` that is slower than those that do the same work.
+    """Names a rank of a fit under `D9DStrategy` that is slower than the ranks that do the same work.
 
-    Every `every_n_steps` batches each rank leaves its times in the job's store: what it computed, how long it waited
-    for data, and for other ranks. Rank 0 reads them a batch or so later, compares the ranks of equal pipeline stages,
-    and logs a line. It needs neither a collective nor a wait for the device. A rank is named by two reports in a row:
-    see `lightning_d9d.coordination.stragglers.Comparison`. Single steps that are far too long do not count. All ranks
-    must have the callback.
+    Every `every_n_steps` batches each rank writes its times to the job's store: of computation, of waits for data and
+    of waits for other ranks. About one batch later rank 0 reads them, compares the ranks of equal pipeline stages, and
+    logs a line. It needs neither a collective nor a wait for the device. Two consecutive reports are needed to name
+    a rank: see `lightning_d9d.coordination.stragglers.Comparison`. Single steps that take far too long are ignored. All
+    ranks must have the callback.
 
-    Where the CPU computes, computing is the processor time of the thread that trains. On Linux, time in which other
-    programs have the processor counts for no rank. Measured waits for others are those for gradients, norms, messages
-    of a pipeline, experts, and values that are summed. The waits of a fully sharded model inside torch count as a
-    rank's own: its ranks look alike.
+    On the CPU, time of computation is the processor time of the thread that trains. On Linux, time in which other
+    programs have the processor counts for no rank. Waits for other ranks are measured for gradients, norms, messages of
+    a pipeline, experts, and values that are summed. Waits of a fully sharded model inside torch count as a rank's own,
+    so all its ranks appear equally slow.
 
     Args:
-        every_n_steps: Batches of a report, a multiple of 48. A report must last longer than what disturbs a rank.
-        threshold: A rank must be slower by this share of what the others do by themselves in a step.
+        every_n_steps: Batches of a report, a multiple of 48. A report must last longer than short disturbances of a
+            rank.
+        threshold: A rank must be slower by this share of the time that the others compute in a step.
         path: A picture of all reports, written by rank 0 when the fit ends: .png, .svg (matplotlib) or .html (plotly).
 
     Attributes:
-        found: Of each report, on rank 0, the ranks that it names.
-        reports: Of each report, on rank 0, the times of all ranks.
+        found: The ranks that each report names, on rank 0.
+        reports: The times of all ranks in each report, on rank 0.
 
     Raises:
-        ConfigError: A bad value, one process, or no two ranks that do the same work.
+        ConfigError: A value is out of range, there is one process, or no two ranks do the same work.
     """
 
     def __init__(self, every_n_steps: int = 96, threshold: float = 0.1, path: str | Path | None = None) -> None:
@@ -77,13 +78,13 @@ class Stragglers(L.Callback):
         self._observed = ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a run in which there is nothing to compare, and a picture that cannot be written."""
+        """Refuse a run in which no ranks can be compared, and a picture that cannot be written."""
         if stage != "fit":
             return
         ranks = getattr(trainer.strategy, "ranks", None)
         if ranks is None or ranks.world_size == ranks.size(Axis.PP):
             raise ConfigError(
-                "Stragglers compares ranks of D9DStrategy that hold the same stages, which this run has not: leave the "
+                "Stragglers compares ranks of D9DStrategy that hold the same stages, but this run has none: leave the "
                 "callback out"
             )
         if self.path is not None:
@@ -102,7 +103,10 @@ class Stragglers(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the times of a batch; every `every_n_steps` leave them to rank 0. Local. [Note: times by the store]."""
+        """Take the times of a batch; every `every_n_steps` batches send them to rank 0.
+
+        Local. See [Note: times by the store].
+        """
         assert self._waits is not None
         now = self._now(trainer, self._waits)
         if self._since is not None:
@@ -133,7 +137,7 @@ class Stragglers(L.Callback):
         return Times(socket.gethostname(), stage, *parts)
 
     def _read(self, store: Any, num_ranks: int) -> None:
-        """Read the next report if all ranks have left their times."""
+        """Read the next report if all ranks have written their times."""
         number = len(self.reports)
         keys = [f"times/{number}/{rank}" for rank in range(num_ranks)]
         if number == self._number or not store.check(keys):
@@ -160,7 +164,7 @@ class Stragglers(L.Callback):
         self._observed.close()
 
     def _rows(self) -> list[tuple[str, Sequence[Sequence[float]]]]:
-        """Return of each part its name, and milliseconds of a step by rank and report."""
+        """Return the name of each part, and its milliseconds in a step by rank and report."""
         ranks = range(len(self.reports[0]))
         return [
             (part, [[1000 * report[rank].mean(part) for report in self.reports] for rank in ranks])

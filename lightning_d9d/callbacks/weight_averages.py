@@ -1,4 +1,4 @@
-"""`WeightAverages`: averages of the weights over optimizer steps, on any mesh."""
+"""`WeightAverages` keeps averages of the weights over optimizer steps, on any mesh."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ Dtype = Literal["float32", "weights"]
 class WeightAverages(L.Callback):
     """Keeps averages of the trained weights over optimizer steps, validates with them, and saves them.
 
-    Averages lie as their weights do: a rank averages what it holds, without a message. The parameters are those that
-    are trained when a fit begins, each once; buffers and frozen parameters have none. The first average is the weights
-    themselves. After that `average = decay * average + (1 - decay) * weight` (Polyak and Juditsky, 1992).
+    Averages are sharded like their weights: a rank averages its own shard, without a message. The averaged parameters
+    are those trained when a fit begins, each once. Buffers and frozen parameters have no averages. The first average is
+    the weights themselves. After that `average = decay * average + (1 - decay) * weight` (Polyak and Juditsky, 1992).
 
-    A checkpoint has them beside the weights, and a fit that goes on from it takes them up, on any mesh. During
-    validation the rank holds its weights once more.
+    A checkpoint has them beside the weights, and a resumed fit loads them, on any mesh. During validation the rank
+    holds its weights twice.
 
     Args:
-        decay: From 0 to below 1. None: the plain mean of the weights at all updates.
+        decay: Decay, from 0 to below 1. None takes the plain mean of the weights at all updates.
         every_n_steps: Optimizer steps from one update to the next.
         start_step: The optimizer step after which averages begin, counted from 1 as in `Trainer.global_step`.
-        dtype: "float32", or float64 for such weights; "weights" is the dtype of each weight. Averages in bfloat16 are
-            rounded stochastically, so that small changes are not lost.
-        validate: Whether a validation inside of `fit` has the averages in place of the weights.
-        keep: Whether the averages take the weights' place when `fit` ends. Exports that stand behind this callback
-            write them. What is saved as a checkpoint before has the weights.
+        dtype: "float32", or float64 for such weights; "weights" means the dtype of each weight. Averages in bfloat16
+            are rounded stochastically, so that small changes are not lost.
+        validate: Whether validation inside of `fit` uses the averages in place of the weights.
+        keep: Whether the averages take the weights' place when `fit` ends. Exports that are listed after this callback
+            write them. Checkpoints saved earlier contain the weights.
 
     Raises:
-        ConfigError: A value is out of range. When a fit begins: nothing is trained, or an export stands in front.
+        ConfigError: A value is out of range. At the start of a fit: nothing is trained, or an export is listed before
+            this callback.
     """
 
     averages_weights = True
-    """Replicas that mix their weights refuse such callbacks."""
+    """Marks callbacks that average weights, which replicas that mix their weights refuse."""
 
     def __init__(
         self,
@@ -86,33 +87,33 @@ class WeightAverages(L.Callback):
         self._saved: Mapping[str, Tensor] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many updates there were; `on_save_checkpoint` has the averages."""
+        """Return the number of updates; `on_save_checkpoint` adds the averages."""
         return {"num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self.num_updates = state_dict["num_updates"]
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add this rank's averages, which the strategy saves as it does weights. Local.
+        """Add this rank's averages, which the strategy saves like weights. Local.
 
         Raises:
-            StateError: Averages are in the weights' place.
+            StateError: The averages are in the weights' place.
         """
         if self._aside:
             raise StateError(
-                "a checkpoint is saved while WeightAverages validates with averages, which it would have as weights; "
-                "save it behind the validation, or give validate=False"
+                "a checkpoint is saved while WeightAverages validates, so it would have the averages as weights; save "
+                "it after the validation, or set validate=False"
             )
         if self.averages:
             checkpoint[AVERAGES] = dict(self.averages)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take a checkpoint's averages for the fit that goes on from it. Local."""
+        """Take a checkpoint's averages for the resumed fit. Local."""
         self._saved = checkpoint.get(AVERAGES)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find what is averaged, and take up the averages of a checkpoint. Collective.
+        """Find the parameters to average, and load the averages of a checkpoint. Collective.
 
         Raises:
             ConfigError: No rank trains anything, or an export would write the weights where `keep` promises averages.
@@ -122,8 +123,8 @@ class WeightAverages(L.Callback):
         for callback in callbacks[: callbacks.index(self)]:
             if self.keep and isinstance(callback, DirectoryExport):
                 raise ConfigError(
-                    f"{type(callback).__name__} in front of WeightAverages(keep=True) would write the weights, not "
-                    "their averages; list it behind, or leave keep out"
+                    f"{type(callback).__name__} before WeightAverages(keep=True) would write the weights instead of "
+                    "their averages; list it after WeightAverages, or leave keep out"
                 )
         names = first_names(pl_module.state_dict(keep_vars=True))
         self._weights = {name: weight for weight, name in names.items() if weight.requires_grad}
@@ -141,7 +142,7 @@ class WeightAverages(L.Callback):
             self.averages = {name: self._taken(name, weight, saved or {}) for name, weight in self._weights.items()}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take note of the steps before a resume. Local."""
+        """Remember the number of steps before a resume. Local."""
         self._step = trainer.global_step
         if self._step >= self.start_step and not self.num_updates:
             rank_zero_warn("there are no averages of the steps before: those of WeightAverages begin again")
@@ -150,12 +151,13 @@ class WeightAverages(L.Callback):
         if name not in saved or saved[name].shape != weight.shape:
             problem = f"shape {list(saved[name].shape)}" if name in saved else f"only {first_of([*saved])}"
             raise StateError(
-                f"the checkpoint has none of {name}, {list(weight.shape)}: {problem}; train what it trained"
+                f"the checkpoint has none of {name}, {list(weight.shape)}: {problem}; train the parameters that it "
+                "trained"
             )
         average, theirs = self._room(weight), shard_like(saved[name], weight)
         if torch.promote_types(average.dtype, theirs.dtype) != average.dtype:
             raise StateError(
-                f"the average of {name} was saved as {theirs.dtype}, and would lose digits as {average.dtype}; give "
+                f"the average of {name} was saved as {theirs.dtype}, and would lose digits as {average.dtype}; set "
                 f"WeightAverages(dtype={'float32' if self.dtype == 'weights' else 'weights'!r})"
             )
         local(average).copy_(local(theirs))
@@ -168,7 +170,7 @@ class WeightAverages(L.Callback):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Update the averages if an optimizer has stepped, and this step is one of theirs. Local."""
+        """Update the averages if an optimizer has stepped, and this step is an update step. Local."""
         step, before = trainer.global_step, self._step
         self._step = step
         if step == before or step < self.start_step or (step - self.start_step) % self.every_n_steps:
@@ -214,9 +216,9 @@ def _move(average: Tensor, weight: Tensor, share: float, seed: int) -> None:
 
     Args:
         average: Overwritten.
-        weight: Of the same shape.
-        share: How far: 1 makes them equal.
-        seed: For the rounding of averages in bfloat16.
+        weight: The weight, of the same shape.
+        share: Fraction of the way: 1 makes them equal.
+        seed: Generator for the rounding of averages in bfloat16.
     """
     if share == 1:
         average.copy_(weight)

@@ -1,9 +1,9 @@
 """Checkpoints that any mesh can load: a directory on torch Distributed Checkpoint.
 
 `directory.py` saves, opens and removes them; `tensors.py` has their files. `metadata.py` reads torch's metadata without
-running code. `background.py` has saves beside training, `optimizers.py` optimizer state by parameter name. `whole.py`
-has the form that one process would save, as in Lightning's own files. `tied_parameters.py` has parameters with several
-names.
+running code. `background.py` has saves that run beside training, and `optimizers.py` has optimizer state by parameter
+name. `whole.py` has the form that one process would save, as in Lightning's own files. `tied_parameters.py` has
+parameters with several names.
 """
 
 from lightning_d9d.checkpoint.background import BackgroundSaver

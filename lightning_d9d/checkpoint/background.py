@@ -40,8 +40,8 @@ class BackgroundSaver:
     save of other tensors first waits for earlier saves. Another save of the same, unchanged tensors (such as to
     `last.ckpt`) uses the existing copy.
 
-    A failure is the same on all ranks. After it, queued actions are dropped, so an older checkpoint stays where a newer
-    one failed. The next save, or `wait`, raises it.
+    A failure is the same on all ranks. After a failure, queued actions are dropped, so an older checkpoint stays where
+    a newer one failed. The next save, or `wait`, raises it.
 
     Args:
         group: The ranks that save, in a group for the CPU that nothing else uses; None for this process alone.
@@ -70,7 +70,7 @@ class BackgroundSaver:
             tensors: As for `save_directory`; they may change as soon as this returns.
             values: As for `save_directory`.
             named_values: As for `save_directory`.
-            version: A value that differs if the tensors may have changed in ways that torch does not count.
+            version: A value that changes if the tensors may have changed in ways that torch does not count.
 
         Raises:
             StateError: An earlier save has failed, or values cannot be saved. Every rank raises it.
@@ -177,7 +177,7 @@ class HostCopies:
 
 
 def _rooms(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-    """Allocate memory for a copy of each tensor."""
+    """Allocate memory for the copies of all tensors."""
     sizes = {key: tensor.numel() * tensor.itemsize for key, tensor in tensors.items() if tensor.device.type != "cpu"}
     block_sizes, places = placed(sizes)
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in block_sizes]

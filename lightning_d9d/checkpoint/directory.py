@@ -51,18 +51,18 @@ def save_directory(
     named_values: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a checkpoint under `path`, and replace what is there: another checkpoint, a file or a link. Collective.
+    """Save a checkpoint under `path`, and replace its content: another checkpoint, a file or a link. Collective.
 
-    It appears there complete or not at all, even if the process is killed: until then the former one stays. The next
-    save to this path removes leftovers of a killed one. If several jobs save to one path at the same time, the
-    checkpoint of the last one stays, whole.
+    The checkpoint appears there complete or not at all, even if the process is killed; until then the former content
+    stays. The next save to this path removes leftovers of a killed one. If several jobs save to one path at the same
+    time, the checkpoint of the last one stays, whole.
 
     Args:
-        path: Path on a file system that all ranks see; the first rank's counts. Missing parents are made.
-        tensors: Tensors by global name. Plain ones are replicated: all ranks that have the name have the same values. A
-            DTensor may lie on any mesh. Ranks may hold different names.
-        values: Numbers, strings, lists, dicts, plain tensors. The first rank's are saved.
-        named_values: More values, by name. Those of all ranks are saved; for equal names the lowest rank's.
+        path: Path on a file system that all ranks see; the first rank's path is used. Missing parents are made.
+        tensors: Tensors by global name. Plain tensors are replicated: all ranks that have the name have the same
+            values. A DTensor may lie on any mesh. Ranks may hold different names.
+        values: Numbers, strings, lists, dicts, plain tensors. The first rank's values are saved.
+        named_values: Further values, by name. Values of all ranks are saved; for equal names, the lowest rank's.
         group: The ranks that save; by default all.
 
     Raises:
@@ -87,7 +87,7 @@ def prepare_save(
 
     Args:
         path: As for `save_directory`.
-        pieces: Function called once, here: it returns the tensors, or copies of them.
+        pieces: Function that is called once, here: it returns the tensors, or copies of them.
         values: As for `save_directory`.
         named_values: Likewise.
         group: As for `save_directory`.
@@ -207,7 +207,7 @@ def remove_directory(path: str | Path) -> None:
 
 
 class Differences(NamedTuple):
-    """Differences between the requested tensors and those of a checkpoint."""
+    """Differences between the requested tensors and the tensors of a checkpoint."""
 
     missing: list[str]
     """Names that the checkpoint lacks: these tensors are unchanged."""
@@ -230,7 +230,7 @@ def compare(
         tensors: As for `Checkpoint.load`.
         stored: All stored tensors; the same on all ranks.
         ranks: The ranks that load.
-        failure: Beginning of the error.
+        failure: Beginning of the error message.
         strict: As for `Checkpoint.load`.
         prefix: As for `Checkpoint.load`.
 
@@ -252,8 +252,8 @@ def compare(
         problems += [f"{name} is in the checkpoint, but was not requested" for name in differences.unexpected]
     if problems:
         raise StateError(
-            f"{failure}, it is of another model: {first_of(problems)}. Build the model with the config it was "
-            "saved with, or give another checkpoint"
+            f"{failure}, the checkpoint is of another model: {first_of(problems)}. Build the model with the config it "
+            "was saved with, or give another checkpoint"
         )
     return differences
 
@@ -285,14 +285,14 @@ class Checkpoint:
 
         Args:
             tensors: Tensors by the names of the save; plain ones, or DTensors on any mesh. Ranks may hold different
-                names. Floating dtypes are cast, others must be the saved ones.
+                names. Floating dtypes are cast; others must equal the saved ones.
             strict: If True, all tensors must have been saved, and some rank must request each saved one with `prefix`.
             prefix: Prefix of the names that must all be requested.
-            later: Prefix of names that will be loaded later: they must be undamaged too. Some rank checks each of their
-                pieces once.
+            later: Prefix of names that will be loaded later: these tensors must be undamaged, too. Each of their pieces
+                is checked once, by some rank.
 
         Returns:
-            The names that are not in both, if not strict; the same on every rank.
+            The names that only one of the two has, if not strict; the same on every rank.
 
         Raises:
             StateError: Names, shapes or dtypes do not fit, or a file is damaged. Every rank raises it, and all tensors
@@ -309,7 +309,7 @@ class Checkpoint:
         return differences
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
-        """Read whole tensors into the CPU's memory, of all names that begin with `prefix`. Not collective.
+        """Read whole tensors into the CPU's memory: all whose names begin with `prefix`. Not collective.
 
         Raises:
             StateError: A file is damaged.
@@ -389,7 +389,7 @@ def _read_values(path: Path) -> dict[str, Any]:
 def _read_and_hold(path: Path, held: ExitStack) -> dict[str, Any]:
     """Read the values; until `held` is closed, no save of another job removes their tensors.
 
-    If another job has just replaced them, they are the new ones.
+    If another job has just replaced them, the new values are returned.
     """
     before = None
     while True:
@@ -485,12 +485,12 @@ def _publish(owner: Owner, data: Path, values: dict[str, Any], checksums: Checks
     try:
         os.replace(root / VALUES_NAME, path / VALUES_NAME)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise StateError("another job has just removed or replaced it; give each job a folder of its own") from error
+        raise StateError("another job has just removed or replaced it; give each job its own folder") from error
     sync(path)
 
 
 def _tidy(owner: Owner) -> None:
-    """Remove data in the owner's checkpoint that it does not name, unless they are being saved or read."""
+    """Remove data in the owner's checkpoint that its values do not name, unless they are being saved or read."""
     if not _is_own_directory(owner.path):
         return
     with suppress(StateError, OSError):  # the checkpoint is damaged, so the owner of the data is unknown

@@ -1,6 +1,6 @@
 """The `.metadata` file of torch Distributed Checkpoint: file and place of each tensor.
 
-torch pickles it. Here it is read as records, and rebuilt from the few kinds that belong in it.
+torch pickles it. Here it is read as records, and rebuilt only from the few kinds that belong in it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
 
 
 def _read(content: bytes) -> Metadata:
-    """Read the metadata of tensors, and refuse anything else that may be in a pickle.
+    """Read the metadata of tensors, and refuse anything else that a pickle may contain.
 
     Raises:
         StateError: The content is not what torch writes for tensors.
@@ -142,7 +142,7 @@ def _check_name(asked: Name | Made | Persistent) -> None:
     if type(asked) is Name and asked not in _ALLOWED and asked != _MEMBER_BY_NAME:
         raise StateError(f"names {asked[:80]}, which metadata of tensors do not need: {_FOREIGN}")
     if type(asked) is Made and asked.by == _MEMBER_BY_NAME and asked.args[:1] != (_ENCODING,):
-        raise StateError(f"gets an attribute of something other than {_ENCODING}: {_FOREIGN}")
+        raise StateError(f"sets an attribute of something other than {_ENCODING}: {_FOREIGN}")
 
 
 def _state(made: Any, kind: str) -> Any:
@@ -227,7 +227,7 @@ def _file_lengths(metadata: Metadata) -> dict[str, int]:
     """Return the bytes that each named file must have.
 
     Raises:
-        StateError: A piece lacks a place, has one too short for it, or shares it with another piece.
+        StateError: A piece lacks a place, has a place that is too short, or shares its place with another piece.
     """
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)

@@ -19,12 +19,13 @@ _NOT_HYPERPARAMETERS = {"params", "param_names"}
 _FROM_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """Values of each parameter group that torch's learning rate schedulers keep as well: their key, and the group's key."""
 _PER_GROUP = {*_FROM_GROUPS, "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
-"""All values that they keep for each group. Other lists (milestones, phases, nested schedulers) are for all groups."""
+"""All values that the schedulers keep for each group. Other lists (milestones, phases, nested schedulers) apply to all
+groups."""
 _OF_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _STATE_KEYS: dict[type[Optimizer], set[str]] = {Adam: _OF_ADAM, AdamW: _OF_ADAM, SGD: {"momentum_buffer"}}
 """The states that torch's optimizers keep for a parameter."""
 _NEEDED = {"exp_avg", "exp_avg_sq", "momentum"}
-"""An optimizer that needs these fails in its next step if they are missing."""
+"""If one of these is missing, the optimizer fails in its next step."""
 
 
 def optimizer_state(
@@ -69,8 +70,8 @@ def load_optimizer_state(
 
     State tensors of a parameter's shape are sharded like the parameter; so are those with `lies_by_block`. Others are
     plain tensors on the CPU, which the optimizer's own `load_state_dict` moves (its hooks run). A parameter stays
-    without state if it had none when saved, or was not in the optimizer. A group takes the hyperparameters that its
-    parameters had.
+    without state if it had none when saved, or was not in the optimizer. A group takes the saved hyperparameters of its
+    parameters.
 
     Args:
         optimizer: An optimizer of the same kind.
@@ -90,14 +91,16 @@ def load_optimizer_state(
         return sum(f"{prefix}.{name}" in checkpoint.values for name in names_by_position(optimizer, names))
 
     if not any(checkpoint.ranks.together(failure, prepare)):
-        raise StateError(f"{failure}: it has none of the parameters' names; give the checkpoint of this model")
+        raise StateError(
+            f"{failure}: the checkpoint has none of the parameters' names; give the checkpoint of this model"
+        )
     [(state, tensors)] = prepared
     checkpoint.load(tensors, strict=False)
     checkpoint.ranks.together(failure, lambda: give_state(optimizer, state))
 
 
 def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Let an optimizer load its state. Local.
+    """Load a state into an optimizer. Local.
 
     Raises:
         ValueError: The state has other groups.
@@ -110,8 +113,8 @@ def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for names, group in zip(needed, optimizer.param_groups, strict=True):
         if lacking := sorted(names - group.keys()):
             raise StateError(
-                f"it lacks {', '.join(lacking)} of {type(optimizer).__name__}: another kind of optimizer was "
-                "saved. Return that one from configure_optimizers, or start from the weights only "
+                f"the checkpoint lacks {', '.join(lacking)} of {type(optimizer).__name__}: another kind of optimizer "
+                "was saved. Return that optimizer from configure_optimizers, or start from the weights only "
                 "(callbacks.InitialWeights)"
             )
 
@@ -159,7 +162,7 @@ def fit_scheduler_state(state: dict[str, Any], groups: Sequence[Mapping[str, Any
 
 def _fit_per_group(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     if not isinstance(state, dict):
-        raise StateError(f"it has {reprlib.repr(state)} where the state of a learning rate scheduler belongs")
+        raise StateError(f"the checkpoint has {reprlib.repr(state)} in place of the state of a learning rate scheduler")
     for key in sorted(_PER_GROUP & state.keys()):
         values = _list_of(state, key)
         if key in _FROM_GROUPS and all(_FROM_GROUPS[key] in group for group in groups):
@@ -183,7 +186,7 @@ def _list_of(state: dict[str, Any], key: str) -> list[Any] | tuple[Any, ...]:
 def _prepare(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], prefix: str, checkpoint: Checkpoint
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the argument of `load_state_dict`, and the tensors in it that have to be filled."""
+    """Return the argument of `load_state_dict`, and the tensors in it that must be filled."""
     values = checkpoint.values
     parameter_names = [f"{prefix}.{name}" for name in names_by_position(optimizer, names)]
     if prefix not in values:

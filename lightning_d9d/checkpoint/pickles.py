@@ -55,7 +55,7 @@ def read_pickle(
     """Read a pickle; return its content and where it ends.
 
     Args:
-        content: Holds the pickle.
+        content: Buffer that holds the pickle.
         check: Function called with everything that the pickle asks for; it raises a `StateError` to refuse it.
         start: Where the pickle begins.
 
@@ -75,7 +75,7 @@ def read_pickle(
 
 
 def check_containers(value: Any, length: int) -> None:
-    """Refuse containers that are nested too deeply, or take longer to walk through than their file's size suggests.
+    """Refuse containers that are nested too deeply, or take far longer to traverse than the file's size suggests.
 
     Args:
         value: Value that holds them.
@@ -127,10 +127,10 @@ def _members_of(value: Any) -> Any:
 
 
 def check_key(key: Any) -> None:
-    """Refuse keys of dicts and members of sets whose hashes take long or are equal on purpose.
+    """Refuse keys of dicts and members of sets whose hashes take long or are made equal on purpose.
 
     Raises:
-        StateError: The key is such a one, or cannot be a key.
+        StateError: The key has such a hash, or cannot be a key.
     """
     parts: tuple[Any, ...] = key if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS else (key,)
     for part in parts:

@@ -52,7 +52,7 @@ Checksums = dict[str, dict[int, int]]
 
 
 class PiecesToSave(DefaultSavePlanner):
-    """A plan to save this rank's part of tensors, without empty shards, from which nothing would be read.
+    """A plan to save this rank's part of tensors, without empty shards, because nothing would be read from them.
 
     Args:
         tensors: Tensors, as for `save_directory`. DTensors are not used after the constructor.
@@ -76,7 +76,7 @@ class PiecesToSave(DefaultSavePlanner):
 
     @property
     def version(self) -> list[Any]:
-        """A value that differs if the tensors are others, or have changed in a way that torch counts."""
+        """A value that changes if the tensors are replaced, or have changed in a way that torch counts."""
         return [(index, piece.data_ptr(), piece._version) for index, piece in self.pieces.items()]
 
     def create_local_plan(self) -> SavePlan:
@@ -136,7 +136,9 @@ class TensorReader:
         self._check_pieces(item.storage_index for item in plan.items)
 
     def check_share(self, names: Iterable[str], share: slice) -> None:
-        """Compare the checksums of this rank's share of the pieces of whole tensors; all shares have each piece once.
+        """Compare the checksums of this rank's share of the pieces of whole tensors.
+
+        All shares together have each piece once.
 
         Raises:
             StateError: A checksum is wrong. The message has file and tensor.
@@ -144,7 +146,7 @@ class TensorReader:
         self._check_pieces(self._pieces_of(names)[share])
 
     def trust(self, names: Iterable[str]) -> None:
-        """Skip further checks of these tensors, since other ranks have made them."""
+        """Skip further checks of these tensors, because other ranks have made them."""
         self._checked |= {_place(self.metadata.storage_data[piece]) for piece in self._pieces_of(names)}
 
     def _pieces_of(self, names: Iterable[str]) -> list[MetadataIndex]:
@@ -197,7 +199,7 @@ class TensorReader:
             while left > 0 and (block := stream.read(min(left, _BLOCK_BYTES))):
                 checksum, left = zlib.crc32(block, checksum), left - len(block)
             if left or checksum != expected:
-                raise StateError(f"{str(file)!r} is damaged where it has {piece.fqn}: {_FOREIGN}")
+                raise StateError(f"{str(file)!r} is damaged at the place of {piece.fqn}: {_FOREIGN}")
             try:
                 shape, dtype = saved_tensor(
                     read_saved(io.BufferedReader(_ByteRange(stream, stored.offset, stored.length)))
@@ -245,13 +247,16 @@ class _RegularFiles(FileSystem):
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """The result of a written piece, which a rank sends to the first one."""
+    """The result of a written piece, which a rank sends to the first rank."""
 
     checksum: int
 
 
 class _Writer(dcp.FileSystemWriter):
-    """A writer without a path in the metadata. It keeps exceptions: torch cannot send every one to other ranks."""
+    """A writer without a path in the metadata.
+
+    It keeps exceptions, because torch cannot send all of them to other ranks.
+    """
 
     failure: Exception | None = None
 
@@ -293,7 +298,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Sums:
-    """A transformation of the written stream in torch's sense: it changes nothing, and computes checksums."""
+    """A transformation of the written stream, as torch defines it: it changes nothing, and computes checksums."""
 
     def __init__(self) -> None:
         self.streams: dict[MetadataIndex, _SummingStream] = {}
@@ -304,7 +309,7 @@ class _Sums:
 
 
 class _SummingStream(io.IOBase):
-    """A stream into a file that stays open, since other pieces follow."""
+    """A stream into a file that stays open, because other pieces follow."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

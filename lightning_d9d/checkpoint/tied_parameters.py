@@ -25,7 +25,9 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def check_tied_parameters(tied: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
-    """Refuse weights in which parameters differ that are tied here: the last would overwrite the others. Local.
+    """Refuse weights in which parameters differ that are tied in this model: the last would overwrite the others.
+
+    Local.
 
     Args:
         tied: Result of `tied_names`.
@@ -50,7 +52,7 @@ def check_saved_tied_parameters(module: nn.Module, state: Mapping[str, Any], ope
 
     Args:
         module: The module.
-        state: The part of its state dict that will be loaded.
+        state: The part of the state dict that will be loaded.
         opened: The checkpoint that will be loaded.
     """
     tied = tied_names(module)

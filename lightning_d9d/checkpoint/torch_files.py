@@ -1,7 +1,7 @@
 """Files of `torch.save`, checked before torch loads them with `weights_only=True`.
 
 Then torch does not run their code. It would still inflate compressed parts and allocate memory for sizes that a file
-merely claims. It would read beyond the stored numbers, and let a saved device mesh join a process group.
+merely claims. It would read beyond the stored numbers, and would let a saved device mesh join a process group.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ def _read_old(file: BinaryIO) -> Any:
 
 
 def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tuple[Any, int]:
-    """Read a pickle whose tensors have their numbers outside of it.
+    """Read a pickle that stores the numbers of its tensors elsewhere.
 
     Args:
-        content: Holds the pickle.
-        has: Returns True if the key has at least that many bytes.
+        content: Buffer that holds the pickle.
+        has: Function that returns True if the key has at least that many bytes.
         start: Where the pickle begins.
     """
     num_given = 0
@@ -180,7 +180,7 @@ def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tu
 
 
 def _given(made: Made) -> Iterator[int]:
-    """Count the values that a call, or later its result, is given: it may copy them.
+    """Count the values that are given to a call, or later to its result: the call may copy them.
 
     Each value takes at least a byte in a pickle that gives no value twice.
     """
@@ -201,7 +201,7 @@ def _check_storage(found: Persistent, has: Callable[[str, int], bool]) -> None:
     if found.id[0] != "storage" or type(kind) is not Name or type(key) is not str or type(num) is not int:
         raise StateError(f"refers to stored data that is not a tensor: {_FOREIGN}")
     if num < 0 or not has(key, num * _dtype(found).itemsize):
-        raise StateError(f"does not have the {num} numbers of tensor {key[:80]!r} that it claims; it is damaged")
+        raise StateError(f"does not have the {num} numbers that tensor {key[:80]!r} claims; it is damaged")
 
 
 def _dtype(found: Persistent) -> torch.dtype:
@@ -211,7 +211,7 @@ def _dtype(found: Persistent) -> torch.dtype:
 def _check_call(by: Name, args: tuple[Any, ...]) -> None:
     known = _CALLS.get(by)
     if not known(*args) if known else _TAKES_MEMORY.fullmatch(by):
-        raise StateError(f"calls {by} in another way than torch.save does")
+        raise StateError(f"calls {by} in a way that torch.save does not")
 
 
 def _lies_within(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Checkpoints of many ranks in the form of one process: Lightning's own, with optimizer state by position.
+"""Checkpoints of many ranks in the format of one process: Lightning's own, with optimizer state by position.
 
-torch numbers an optimizer's parameters by their places in its groups. Each rank has its own groups. In a pipeline they
-have the parameters of its stages. A rank may also have more groups than one process, since fused steps do not mix
-tensors of different shardings (see `parameter_groups`). The groups of one process follow from those of all pipeline
-ranks and from the order in which one process names parameters.
+torch numbers an optimizer's parameters by their places in its groups. Each rank has its own groups. In a pipeline these
+groups have the parameters of the rank's stages. A rank may also have more groups than one process, since fused steps do
+not mix tensors of different shardings (see `parameter_groups`). The groups of one process follow from those of all
+pipeline ranks and from the order in which one process names parameters.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def group_records(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> li
 
     Returns:
         For each group its `hyperparameters`, the `names` of its parameters, and its `repetition`: the number of groups
-        before it with the same hyperparameters and sharding. Groups that differ in sharding only are one group in one
+        before it with the same hyperparameters and sharding. Groups that differ only in sharding are one group in one
         process.
 
     Raises:
@@ -80,7 +80,7 @@ def whole_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[s
     """Return the groups that one process makes.
 
     Args:
-        ranks: `group_records` of one rank from each place in the pipeline.
+        ranks: `group_records` of one rank for each place in the pipeline.
         order: All parameters, as one process names them.
 
     Raises:
@@ -214,7 +214,7 @@ def _records_before(prefix: str, values: Mapping[str, Any]) -> list[dict[str, An
 def part_of_whole(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any], whole: Sequence[WholeGroup]
 ) -> dict[str, Any]:
-    """Return a rank's part of the state by position that one process has saved. Not collective.
+    """Return a rank's part of the state by position that one process saved. Not collective.
 
     Args:
         optimizer: This rank's optimizer.

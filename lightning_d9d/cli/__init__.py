@@ -1,8 +1,8 @@
 """The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`.
 
-Before torch is imported, `main` checks the subcommand, the files of `--config` (`files.py`) and the arguments of
-subcommands that are not Lightning's (`commands.py`). Lightning's subcommands are `training.py`'s. `mistakes.py` puts
-what jsonargparse refuses in a user's words.
+Before torch is imported, `main` checks the subcommand, the files of `--config` (`files.py`), and the arguments of
+subcommands that are not Lightning's (`commands.py`). `training.py` runs Lightning's subcommands. `mistakes.py`
+translates refusals of jsonargparse into the user's words.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SUBCOMMANDS: dict[str, tuple[str, tuple[str, str]]] = {
     "generate": ("shows what a model writes", ("lightning_d9d.generation.commands", "main_generate")),
     "evaluate": ("tells how well a model predicts a text", ("lightning_d9d.generation.commands", "main_evaluate")),
 }
-"""For each subcommand what it does, and the module and the function that run it on its arguments."""
+"""Each subcommand with its description, and the module and the function that run it on its arguments."""
 
 
 def __getattr__(name: str) -> Any:
@@ -53,10 +53,10 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    """Runs the subcommand of `sys.argv`, one of `SUBCOMMANDS`.
+    """Run the subcommand of `sys.argv`, one of `SUBCOMMANDS`.
 
     A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
-    the traceback. A failure of another rank ends with exit code 1 and what that rank said.
+    the traceback. A failure of another rank ends with exit code 1 and that rank's message.
     """
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends this process with exit code 2; of the ranks on a machine the first says all, the others the first line."""
+    """Exit with code 2; the first rank on a machine prints the whole message, the others its first line."""
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     if local_rank != "0":
         message = f"local rank {local_rank}: {message.splitlines()[0]}"
@@ -91,7 +91,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def _parse(arguments: list[str]) -> tuple[str, str, Namespace | None]:
-    """Return the module and the function that run the subcommand, and its arguments where Lightning does not read them.
+    """Return the module and the function that run the subcommand, and its arguments unless Lightning reads them.
 
     Raises:
         MistakeError: The subcommand or its arguments cannot be used, or a file of `--config` cannot be read.
@@ -114,7 +114,7 @@ def _parse(arguments: list[str]) -> tuple[str, str, Namespace | None]:
 
 
 def _import(module: str) -> ModuleType:
-    """Imports without the garbage collector, which would look at all of torch several times and find nothing."""
+    """Import without the garbage collector, which would examine all of torch several times and find nothing."""
     gc.disable()
     try:
         return import_module(module)

@@ -13,7 +13,7 @@ from lightning_d9d.cli.wording import MistakeError, either, must_be
 from lightning_d9d.errors import did_you_mean
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-"""Names of torch's types that weights may have in files."""
+"""Names of torch's dtypes that weights may have in files."""
 
 _VALUE = re.compile(r"argument (\S+): invalid (?:choice|\w+ value): (['\"])(.*?)\2(?: \(choose .*)?", re.S)
 _REQUIRED = re.compile(r"the following arguments are required: (.*)")
@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(f"lightning-d9d {name}", description=description, allow_abbrev=False)
 
     def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        """Reads them. Unknown options come first: argparse would miss the required one that was misspelt.
+        """Reads them. Unknown options are reported first: argparse would call a misspelt required option missing.
 
         Raises:
             MistakeError: An argument is unknown, missing or illegal.
@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_args(arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Says in a user's words what argparse found."""
+        """Translate argparse's error into the user's words."""
         if found := _VALUE.match(message):
             action = self._find(found[1])
             choices = list(action.choices or ())
@@ -59,13 +59,13 @@ class _Parser(argparse.ArgumentParser):
         if found := _TOO_MANY.match(message):
             takes = [action.dest for action in self._actions if not action.option_strings]
             legal = f"it takes {' and '.join(takes)}, and options" if takes else "it takes no arguments"
-            raise MistakeError(f"{self.prog} has no use for {found[1]!r}\n{legal}")
+            raise MistakeError(f"{self.prog} does not take {found[1]!r}\n{legal}")
         if found := _NO_VALUE.match(message):
             choices = self._find(found[1]).choices
             legal = f": {either([*map(repr, choices)])}" if choices else f"; one that begins with - is {found[1]}=VALUE"
             raise MistakeError(f"{found[1]} needs a value{legal}")
         if found := _NEEDLESS.match(message):
-            raise MistakeError(f"{found[1]} takes no value, and was given {found[2]}")
+            raise MistakeError(f"{found[1]} takes no value, but got {found[2]}")
         raise MistakeError(message)
 
     def _find(self, name: str) -> argparse.Action:
@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def convert_parser() -> argparse.ArgumentParser:
-    """Makes the parser of `convert`."""
+    """Make the parser of `convert`."""
     parser = _Parser("convert", "Turns weights and checkpoints into other forms, without a GPU.")
     parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
     parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
@@ -89,7 +89,7 @@ def convert_parser() -> argparse.ArgumentParser:
 
 
 def prepare_parser() -> argparse.ArgumentParser:
-    """Makes the parser of `prepare-data`."""
+    """Make the parser of `prepare-data`."""
     parser = _Parser("prepare-data", "Turns texts into a .bin and an .idx of tokens, for TokenDataModule and others.")
     parser.add_argument("output", help="path of the files to make, without .bin and .idx")
     parser.add_argument(
@@ -109,12 +109,12 @@ def prepare_parser() -> argparse.ArgumentParser:
 
 
 def doctor_parser() -> argparse.ArgumentParser:
-    """Makes the parser of `doctor`, which takes nothing."""
+    """Make the parser of `doctor`, which takes no arguments."""
     return _Parser("doctor", "Checks this machine, or the ranks of a job, and says what to mend.")
 
 
 def report_parser() -> argparse.ArgumentParser:
-    """Makes the parser of `report`."""
+    """Make the parser of `report`."""
     parser = _Parser("report", "Draws what a run has logged to CSV or TensorBoard files, as one page of HTML.")
     parser.add_argument("directory", help="where the run wrote: lightning_logs/version_0, or a folder above it")
     parser.add_argument("--output", help="the page, which ends in .html (report.html in the directory)")
@@ -123,7 +123,7 @@ def report_parser() -> argparse.ArgumentParser:
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """Makes the parser of `plan`'s own options; others are those of `fit`."""
+    """Make the parser of `plan`'s own options; all others are those of `fit`."""
     parser = _Parser("plan", "Tells what the run of a configuration holds, sends and takes; options of fit follow.")
     parser.add_argument("--world_size", type=int, required=True, help="ranks of the run")
     parser.add_argument("--gpu", default="h100", help="h100, h200, a100, b200, or a .json file with rates (h100)")
@@ -142,10 +142,10 @@ def plan_parser() -> argparse.ArgumentParser:
 
 
 def check_plan(arguments: Sequence[str]) -> None:
-    """Look at the options of `plan` that are its own.
+    """Check `plan`'s own options.
 
     Args:
-        arguments: The words behind the subcommand.
+        arguments: The words after the subcommand.
 
     Raises:
         MistakeError: One is missing or illegal.
@@ -154,7 +154,7 @@ def check_plan(arguments: Sequence[str]) -> None:
 
 
 def generate_parser() -> argparse.ArgumentParser:
-    """Makes the parser of `generate`."""
+    """Make the parser of `generate`."""
     parser = _model_parser("generate", "Writes what a model makes of a prompt: greedily, or drawn with a temperature.")
     parser.add_argument("--prompt", required=True, help="what the text begins with; - reads it from standard input")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="after how many tokens to end (200)")
@@ -169,7 +169,7 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def evaluate_parser() -> argparse.ArgumentParser:
-    """Makes the parser of `evaluate`."""
+    """Make the parser of `evaluate`."""
     parser = _model_parser("evaluate", "Tells how well a model predicts text files: loss, perplexity, bits per byte.")
     parser.add_argument("text", nargs="+", help="UTF-8 files; each is a text of its own")
     parser.add_argument(
@@ -198,15 +198,15 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "generate": generate_parser,
     "evaluate": evaluate_parser,
 }
-"""Makes the parser, by subcommand."""
+"""The function that makes the parser of each subcommand."""
 
 
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads the arguments of a subcommand.
+    """Read the arguments of a subcommand.
 
     Args:
         name: The subcommand, a key of `PARSERS`.
-        arguments: What stands behind it.
+        arguments: The words after it.
 
     Raises:
         MistakeError: An argument is unknown, missing or illegal.
@@ -221,14 +221,14 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_paths(name: str, parsed: argparse.Namespace) -> None:
-    """Looks for the model, the texts or the directory that a subcommand is to read.
+    """Check that the model, the texts or the directory of a subcommand exist.
 
     Args:
         name: The subcommand.
         parsed: Its arguments.
 
     Raises:
-        MistakeError: One does not exist.
+        MistakeError: One of them does not exist.
     """
     kinds = {action.dest: action.help for action in PARSERS[name]()._actions}
     kinds_read = ("source", "text", "adapter", "directory")
@@ -239,10 +239,10 @@ def check_paths(name: str, parsed: argparse.Namespace) -> None:
 
 
 def check_picture(arguments: Sequence[str]) -> None:
-    """Looks for the picture that `learning-rate` is to draw; what stands behind it is as for `fit`.
+    """Check that `learning-rate` got a picture to draw; the other arguments are those of `fit`.
 
     Args:
-        arguments: What stands behind the subcommand.
+        arguments: The words after the subcommand.
 
     Raises:
         MistakeError: The picture is missing.

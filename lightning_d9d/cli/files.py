@@ -1,4 +1,4 @@
-"""The files that `--config` names: whether they can be read, and where in them or in the arguments a setting is."""
+"""Reads the files of `--config`: whether they can be read, and where in them or in the arguments a setting is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import did_you_mean
 
 CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
-"""Words that Lightning takes for `ckpt_path`, beside paths and the names of its registry."""
+"""Words that Lightning accepts as `ckpt_path`, besides paths and the names of its registry."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -43,7 +43,7 @@ def _is_inline(value: str) -> bool:
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Reads the files of `--config`, and looks for that of `--ckpt_path`, without torch, Lightning or jsonargparse.
+    """Read the files of `--config`, and check that of `--ckpt_path`, without torch, Lightning or jsonargparse.
 
     Raises:
         MistakeError: A file is missing or unreadable, has an error in its syntax, or holds something other than a
@@ -78,7 +78,7 @@ def _compose(path: str) -> yaml.Node | None:
     except OSError as error:
         raise MistakeError(missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise MistakeError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise MistakeError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -98,7 +98,7 @@ def missing(path: str) -> str:
 
 
 class Written:
-    """The user's input: arguments, and the files that they name."""
+    """Return a message that a path does not exist, with the nearest name in its folder."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._options = list(options(arguments))
@@ -109,10 +109,10 @@ class Written:
 
         Args:
             path: The names that lead to it, without `init_args`; indices of lists may be left out.
-            value: The text that the setting, or something inside of it, must have.
+            value: A text that the setting, or something inside of it, must have.
 
         Returns:
-            The place that wins if there are several; None if nobody wrote it.
+            The place with the highest precedence if there are several; None if nobody wrote it.
         """
         for name, given in reversed(self._options):
             if _names(name) == list(path) and value in (None, given):
@@ -127,13 +127,13 @@ class Written:
         return None
 
     def find_named(self, message: str) -> str | None:
-        """Finds the first setting that a message names as `name=value`, or else as a name in backticks."""
+        """Find the first setting that a message names as `name=value`, or else as a name in backticks."""
         pairs: list[tuple[str, str | None]] = re.findall(r"\b(\w+)='?([^\s';,()]+)", message)
         pairs += [(name, None) for name in re.findall(r"`(\w+)`", message)]
         return next(filter(None, (self._find_anywhere(*pair) for pair in pairs)), None)
 
     def _find_anywhere(self, name: str, value: str | None) -> str | None:
-        """Finds a setting by its last name, and its value unless that is None."""
+        """Find a setting by its last name, and by its value unless that is None."""
         for option, given in reversed(self._options):
             if _names(option)[-1:] == [name] and _are_equal(given, value):
                 return f"--{option}"
@@ -145,7 +145,7 @@ class Written:
 
 
 def _are_equal(written: str, value: str | None) -> bool:
-    """Tells if a value is what was written; None is anything, and 1.0 is 1."""
+    """Return whether a value is what was written; None matches anything, and 1.0 matches 1."""
     if value is None or written == value:
         return True
     try:

@@ -1,7 +1,8 @@
-"""Errors of jsonargparse in a user's words: place, what is wrong, the nearest name, and what is legal.
+"""Translates errors of jsonargparse into the user's words: place, problem, nearest name and legal values.
 
-Its message is a tree of lines: keys and classes that lead to the mistake, below each all alternatives of a type. The
-alternative that says most is the mistake. A message without alternatives keeps its other lines.
+A message of jsonargparse is a tree of lines: keys and classes that lead to the mistake, with all alternatives of a type
+below each. The alternative with the most specific message is the mistake. A message without alternatives keeps its
+other lines.
 """
 
 from __future__ import annotations
@@ -38,43 +39,43 @@ _MADE = re.compile(r"expects a function or a callable class: .*Got value: Namesp
 _NOISE = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
 
 _GIVEN_LATER: set[str | int] = {"params", "optimizer"}
-"""First arguments of optimizers and schedules, which no configuration has."""
+"""First arguments of optimizers and schedules, which a configuration never has."""
 
 _MAX_NAMES = 12
-"""Names in a list of classes."""
+"""Maximum number of names in a list of classes."""
 
 _MAX_LEGAL = 300
-"""Characters of a list of options; a longer one is left to `--help`."""
+"""Maximum length of a list of options; for a longer one the message refers to `--help`."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a message, with what the lines above it say of its place."""
+    """A line of a message, with its place according to the lines above it."""
 
     text: str
     path: tuple[str, ...]
     owners: tuple[tuple[tuple[str, ...], str], ...]
-    """The classes around it, from the outermost: where each is, and its import path."""
+    """The classes around it, from the outermost: the place and the import path of each."""
     subtypes: str
     """The alternatives of the type that is expected there."""
 
     @property
     def owner(self) -> str | None:
-        """Import path of the class whose arguments they are; None: those of the command line."""
+        """Import path of the class that has these arguments; None means the command line itself."""
         return self.owners[-1][1] if self.owners else None
 
     @property
     def owner_path(self) -> tuple[str, ...]:
-        """Where that class is."""
+        """The place of that class."""
         return self.owners[-1][0] if self.owners else ()
 
 
 def explain(message: str, arguments: Sequence[str], parser: ArgumentParser) -> str:
-    """Translates a message of jsonargparse's.
+    """Translate a message of jsonargparse.
 
     Args:
         message: The message.
-        arguments: What was parsed.
+        arguments: The arguments that were parsed.
         parser: The parser of the subcommand.
 
     Returns:
@@ -101,7 +102,7 @@ def essence(message: str) -> str:
 
 
 def _read(message: str) -> Iterator[_Line]:
-    """Yield the lines; what is indented less deeply, and above, says where a line belongs."""
+    """Yield the lines; the less indented lines above a line give its place."""
     above: list[tuple[int, _Line]] = []
     for text in filter(str.strip, message.splitlines()):
         depth = len(text) - len(text.lstrip(" -"))
@@ -119,17 +120,17 @@ def _read(message: str) -> Iterator[_Line]:
 
 
 def _at(written: Written, path: Sequence[str], value: str | None = None) -> str:
-    """Return the place of a setting, or of what it is in, with a colon behind it."""
+    """Return the place of a setting, or of what contains it, followed by a colon."""
     candidates = [(path, value), *((path[:length], None) for length in range(len(path), 0, -1))]
     place = next(filter(None, (written.find(names, wanted) for names, wanted in candidates)), None)
     return f"{place}: " if place else ""
 
 
 def locate(written: Written, path: Sequence[str], value: str | None = None) -> str:
-    """Returns a setting with its place: `run.yaml, line 3: trainer.max_steps` or `--trainer.max_steps`.
+    """Return a setting with its place: `run.yaml, line 3: trainer.max_steps` or `--trainer.max_steps`.
 
     Args:
-        written: What the user wrote.
+        written: The arguments and files that the user wrote.
         path: The names that lead to the setting.
         value: The text that is wrong there.
     """
@@ -161,13 +162,13 @@ def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentPa
 
 
 def _help_of(line: _Line) -> str:
-    """Return the options that show the arguments of the innermost class: each class is named on the way to it."""
+    """Return the options that print the arguments of the innermost class; each class on the way to it is named."""
     asked = [f"--{'.'.join(path)}.help {_short(owner)}" for path, owner in line.owners]
     return " ".join(asked) or "--help"
 
 
 def _short(owner: str) -> str:
-    """Return a class as it may be named: those of this package and of Lightning without their modules."""
+    """Return the short name of a class: those of this package and of Lightning need no module."""
     return owner.rpartition(".")[2] if owner.startswith(("lightning_d9d.", "lightning.")) else owner
 
 
@@ -176,7 +177,7 @@ def _program(parser: ArgumentParser) -> str:
 
 
 def _children(known: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return the names that can follow, of those in full."""
+    """Return the names that may follow a prefix."""
     prefix = "".join(f"{name}." for name in names)
     return list(dict.fromkeys(each.removeprefix(prefix).split(".")[0] for each in known if each.startswith(prefix)))
 
@@ -195,14 +196,14 @@ def _unknown_class(name: str, line: _Line, written: Written, parser: ArgumentPar
 
 
 def describe_class(name: str, subject: str, key: str, bases: Iterable[type], words: Sequence[str] = ()) -> str:
-    """Says what is wrong with the name of a class.
+    """Return what is wrong with the name of a class.
 
     Args:
         name: The name.
         subject: The setting with its place.
         key: The setting's full name.
-        bases: What the class must extend.
-        words: What is legal beside classes, which are not listed then.
+        bases: The class that it must extend.
+        words: Other legal values, besides classes, which are not listed then.
     """
     if call := _CALL.match(name):
         return (
@@ -221,7 +222,7 @@ def describe_class(name: str, subject: str, key: str, bases: Iterable[type], wor
 
 
 def _closeness(kind: type) -> tuple[bool, bool, str]:
-    """Sorts classes that this package or Lightning extends, and those of other packages, behind the others."""
+    """Order classes: those that this package or Lightning extends, and those of other packages, come last."""
     is_extended = any(each.__module__.startswith(("lightning_d9d.", "lightning.")) for each in kind.__subclasses__())
     return is_extended, not kind.__module__.startswith("lightning_d9d."), kind.__name__
 
@@ -286,15 +287,15 @@ _KINDS = (
     (_NO_VALUE, _no_value),
     (_TYPE, _wrong_value),
 )
-"""Possible mistakes, most telling first."""
+"""Possible mistakes, the most specific first."""
 
 
 def explain_interpolation(error: OmegaConfBaseException, arguments: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Says where a `${...}` is and what is wrong with it, with the names that the user wrote.
+    """Return where a `${...}` is and what is wrong with it, with the names that the user wrote.
 
     Args:
         error: OmegaConf's.
-        arguments: What was parsed.
+        arguments: The arguments that were parsed.
         values: The configuration.
     """
     names = re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).split(".")

@@ -1,4 +1,4 @@
-"""`lightning-d9d plan`: memory, time and messages of a run that `fit` would do, on any number of ranks."""
+"""`lightning-d9d plan` predicts memory, time and messages of a `fit`, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class _Planning(D9DCLI):
     options: Namespace
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Builds none: it would look for the devices of the run."""
+        """Build no Trainer, because it would look for the devices of the run."""
 
     def _run_subcommand(self, subcommand: str) -> None:
         trainer = self.config_init[subcommand]["trainer"]
         strategy, given = trainer["strategy"], self.options
         if not isinstance(strategy, D9DStrategy):
-            raise ConfigError(f"plan needs a D9DStrategy, and trainer.strategy is {strategy!r}")
+            raise ConfigError(f"plan needs a D9DStrategy, but trainer.strategy is {strategy!r}")
         if not isinstance(self.model, D9DModule):
-            raise ConfigError(f"plan needs a D9DModule, whose layers have costs, and got {type(self.model).__name__}")
+            raise ConfigError(f"plan needs a D9DModule, whose layers have costs, but got {type(self.model).__name__}")
         machine = machine_of(given.gpu, gpus_per_node=given.gpus_per_node)
         mesh, schedule = strategy.mesh_config, strategy.schedule
         if given.search:
@@ -83,7 +83,7 @@ class _Planning(D9DCLI):
 def _of_data(data: Any, name: str, option: str) -> int:
     value = getattr(data, name, None)
     if not isinstance(value, int):
-        raise ConfigError(f"the data of this configuration do not say their {name}; give {option}")
+        raise ConfigError(f"the data of this configuration do not give their {name}; pass {option}")
     return value
 
 
@@ -119,7 +119,7 @@ def _write(plan: Plan, given: Namespace) -> None:
 
 
 def run(_: object = None) -> None:
-    """Runs the subcommand of `sys.argv`: its own options, and those of `fit`.
+    """Run the subcommand of `sys.argv`: its own options, and those of `fit`.
 
     Raises:
         ConfigError: The mesh is impossible, the GPU unknown, nothing fits, or a file cannot be written.

@@ -1,4 +1,4 @@
-"""`lightning-d9d learning-rate`: a picture of the learning rate of a run that `fit` would do."""
+"""`lightning-d9d learning-rate` draws the learning rate of a `fit`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ class _Drawing(D9DCLI):
     picture: Path
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Builds none: it would look for the devices of the run."""
+        """Build no Trainer, because it would look for the devices of the run."""
 
     def _run_subcommand(self, subcommand: str) -> None:
         num_steps = self.config[subcommand]["trainer"]["max_steps"]
         if num_steps < 1:
             raise ConfigError(
-                f"max_steps={num_steps} of the Trainer does not say how many steps to draw; give --trainer.max_steps"
+                f"max_steps={num_steps} of the Trainer does not give the number of steps to draw; set "
+                "--trainer.max_steps"
             )
         if not isinstance(self.model, D9DModule):
             raise ConfigError(
-                f"{type(self.model).__name__} is a plain LightningModule, whose schedule is known in a run only; draw "
+                f"{type(self.model).__name__} is a plain LightningModule, whose schedule is known only in a run. Draw "
                 "it in Python (lightning_d9d.optim.plot_learning_rates), or make it a D9DModule"
             )
         rates = self.model.learning_rates(num_steps)
@@ -37,10 +38,10 @@ class _Drawing(D9DCLI):
 
 
 def run(_: object = None) -> None:
-    """Runs the subcommand of `sys.argv`: the words behind it are the picture and options of `fit`.
+    """Run the subcommand of `sys.argv`: its arguments are the picture and options of `fit`.
 
     Raises:
-        ConfigError: The schedule cannot be, or is known in a run only.
+        ConfigError: The schedule is impossible, or is known only in a run.
     """
     words = sys.argv[2:]
     if words[0] in ("-h", "--help"):

@@ -42,15 +42,15 @@ from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapp
 from lightning_d9d.strategy.module import D9DModule
 
 _NO_PARAMETERS = "optimizer got an empty parameter list"
-"""Torch's message, where Lightning makes an optimizer of a model that is built when the run starts."""
+"""Torch's message when Lightning makes an optimizer of a model that is built when the run starts."""
 _NO_LOADER = re.compile(r"`(\w+_dataloader)` must be implemented to be used with the Lightning Trainer")
 
 
 class _Parser(LightningArgumentParser):
-    """LightningCLI's parser, which saves `${...}` as it was written: `${oc.env:NAME}` may be a secret."""
+    """LightningCLI's parser, which saves `${...}` as written: `${oc.env:NAME}` may be a secret."""
 
     written: Mapping[str, Any] | None = None
-    """The configuration before `${...}` was replaced; None where there is none."""
+    """The configuration before `${...}` was replaced; None if there is none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The beginning of an option is a mistake: it could mean another one when there are more options.
@@ -58,14 +58,14 @@ class _Parser(LightningArgumentParser):
         super().__init__(*args, **kwargs)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """Return the configuration as text. OmegaConf replaces `${...}` in the first that has any."""
+        """Return the configuration as text. OmegaConf replaces `${...}` in the first part that has any."""
         text = super().dump(*args, **kwargs)
         if self.written is None and "${" in text:
             self.written = yaml.safe_load(text)
         return text
 
     def save(self, namespace: Namespace, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Writes the configuration to a file, with `${...}` in place of the values."""
+        """Write the configuration to a file, with the original `${...}` in place of the values."""
         if self.written is not None:
             namespace = _as_written(namespace.clone(), self.written)
             kwargs["skip_validation"] = True  # it was valid, and `${...}` is no number
@@ -73,7 +73,7 @@ class _Parser(LightningArgumentParser):
 
 
 def _as_written(value: Any, written: Any) -> Any:
-    """Return the value, with what was written in each place that had a `${...}`."""
+    """Return the value, with the original text in each place that had a `${...}`."""
     if isinstance(written, str) and "${" in written:
         return written
     if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
@@ -90,21 +90,21 @@ class PredictionFiles:
     """Settings for the predictions of `predict`: see `PredictionWriter`."""
 
     write: bool = True
-    """Write the predictions, unless the Trainer has a callback for that."""
+    """If True, write the predictions, unless a callback of the Trainer already writes them."""
     directory: str | None = None
-    """Where to; by default `predictions` in the Trainer's default_root_dir."""
+    """Directory of the files; by default `predictions` in the Trainer's default_root_dir."""
     overwrite: bool = False
-    """Replace an existing directory, with everything in it."""
+    """If True, replace an existing directory, with everything in it."""
 
 
 class SaveTrainingConfig(SaveConfigCallback):
-    """Lightning's, for fit alone: validating a run must not replace the record of its training."""
+    """Lightning's callback, only for fit: validating a run must not replace the record of its training."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml` for its owner alone: arguments may be secrets. Collective.
+        """Write `config.yaml` readable only by its owner: arguments may be secrets. Collective.
 
         Raises:
-            ConfigError: The file cannot be written, for lack of space, say; raised on every rank.
+            ConfigError: The file cannot be written, for example for lack of space; raised on every rank.
         """
         if stage != "fit":
             return
@@ -115,7 +115,7 @@ class SaveTrainingConfig(SaveConfigCallback):
             why = f"{error.filename or self.config_filename} cannot be written at the start of the run: {reason(error)}"
             trainer.strategy.broadcast(False)  # the other ranks wait to hear that it is saved
         if why := trainer.strategy.broadcast(why):
-            raise ConfigError(f"{why}; free space, or give another trainer.default_root_dir")
+            raise ConfigError(f"{why}; free some space, or set another trainer.default_root_dir")
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = str(trainer.log_dir)  # this broadcasts the directory
@@ -130,10 +130,9 @@ class SaveTrainingConfig(SaveConfigCallback):
 class D9DCLI(LightningCLI):
     """LightningCLI with `${...}` in its files and short names for the classes of this package.
 
-    Interpolations are those of OmegaConf, resolved after files and arguments are merged: `${trainer.max_steps}` is
-    what the command line says it is, `${oc.env:NAME,default}` reads the environment. The `config.yaml` that fit
-    saves has them as they were written, and replaces that of an earlier run in the same folder. Arguments are
-    LightningCLI's.
+    Interpolations are those of OmegaConf, resolved after files and arguments are merged: `${trainer.max_steps}` follows
+    the command line, and `${oc.env:NAME,default}` reads the environment. The `config.yaml` that fit saves has them as
+    written, and replaces the file of an earlier run in the same folder. Arguments are LightningCLI's.
     """
 
     def __init__(
@@ -165,17 +164,17 @@ class D9DCLI(LightningCLI):
         )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Lightning's; subcommands that the arguments do not name get no options, which would take half of the time."""
+        """Add options only to the subcommand that the arguments name: the others would take half of the time."""
         if self._first != subcommand and self._first in self.subcommands():
             return self.init_parser(**kwargs)
         return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds `predictions`, which predict alone uses: all subcommands read the same files."""
+        """Add `predictions`, which only predict uses: all subcommands read the same files."""
         parser.add_argument("--predictions", type=PredictionFiles, default=PredictionFiles())
 
     def before_predict(self) -> None:
-        """Lets predict write what it predicts, and not keep it in memory besides."""
+        """Make predict write its predictions, and not keep them in memory, too."""
         chosen = self.config_init["predict"]["predictions"]
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if not chosen.write or any(isinstance(each, BasePredictionWriter) for each in callbacks):
@@ -186,9 +185,9 @@ class D9DCLI(LightningCLI):
             self.config_init["predict"]["return_predictions"] = False
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the arguments, and gives the subcommand's parser, which saves them, what the user wrote.
+        """Parse the arguments, and pass the user's original text to the subcommand's parser, which saves it.
 
-        A mistake in them ends the process with exit code 2; `JSONARGPARSE_DEBUG=true` raises what jsonargparse did.
+        A mistake in them ends the process with exit code 2; `JSONARGPARSE_DEBUG=true` raises jsonargparse's own error.
         """
         self._arguments = _words(args)
         try:
@@ -212,9 +211,9 @@ class D9DCLI(LightningCLI):
         return explain_interpolation(error, self._arguments, written.get(subcommand or "", written))
 
     def _parse_ckpt_path(self) -> None:
-        """Compares the module's arguments in the checkpoint with the configuration, which wins.
+        """Compare the module's arguments in the checkpoint with the configuration, which takes precedence.
 
-        Lightning would import the class that the file names and take the arguments from it.
+        Lightning would import the class that the file names, and take the arguments from it.
 
         Raises:
             ConfigError: The checkpoint is that of another class.
@@ -239,8 +238,8 @@ class D9DCLI(LightningCLI):
         configured = model.get("class_path", own)
         if (kind := saved.get("_class_path", configured)) != configured:
             raise ConfigError(
-                f"{path} is a checkpoint of {reprlib.repr(kind)}, and model is {configured}; give a checkpoint of that "
-                "class, or make model.class_path the checkpoint's class if you trust it"
+                f"{path} is a checkpoint of {reprlib.repr(kind)}, but model is {configured}. Give a checkpoint of that "
+                "class, or set model.class_path to the checkpoint's class if you trust it"
             )
         given = model.get("init_args", model).as_dict()
         if differing := sorted(name for name in saved.keys() & given.keys() if not _is_same(saved[name], given[name])):
@@ -250,10 +249,10 @@ class D9DCLI(LightningCLI):
             rank_zero_warn(printable(f"The configuration's arguments of model differ from those in {path}: {pairs}."))
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Lightning's, with what `ckpt_path` asks for: `auto` is `last` if there is one.
+        """Prepare the arguments as Lightning does, and resolve `ckpt_path`: `auto` is `last` if there is one.
 
         Raises:
-            ConfigError: There is none, and a fit is not to begin without.
+            ConfigError: The checkpoint is missing, and fit must not begin without one.
         """
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         if arguments.get("ckpt_path") in ("last", "auto"):
@@ -261,7 +260,7 @@ class D9DCLI(LightningCLI):
         return arguments
 
     def instantiate_classes(self) -> None:
-        """Builds Trainer, model and data.
+        """Build Trainer, model and data.
 
         Raises:
             ConfigError: A constructor refused a value; the message names its place.
@@ -271,10 +270,10 @@ class D9DCLI(LightningCLI):
             super().instantiate_classes()
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Gives `optimizer` and `lr_scheduler` to a D9DModule, which groups parameters and steps the schedule itself.
+        """Pass `optimizer` and `lr_scheduler` to a D9DModule, which groups parameters and steps the schedule itself.
 
         Raises:
-            ConfigError: The module has an optimizer of its own, or arguments for one.
+            ConfigError: The module has its own optimizer, or arguments for one.
         """
         if not isinstance(self.model, D9DModule) or not self.auto_configure_optimizers:
             super()._add_configure_optimizers_method_to_model(subcommand)
@@ -282,12 +281,12 @@ class D9DCLI(LightningCLI):
         kinds: dict[str, Any] = {"optimizer": OptimizerFactory, "lr_scheduler": LRSchedulerFactory}
         chosen = {name: _factory(self._get(self.config_init, name), kind) for name, kind in kinds.items()}
         if chosen["optimizer"] and self.model.optimizer_settings:
-            raise ConfigError("`optimizer` is given beside model.optimizer; leave one of them out")
+            raise ConfigError("`optimizer` is given as well as model.optimizer; leave one of them out")
         if any(chosen.values()):
             self.model.use_optimizer(**chosen)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Lightning's, with the place of a value that the run refuses."""
+        """Run as Lightning does, and add the place of a value that the run refuses."""
         with self._placed(ConfigError):
             try:
                 super()._run_subcommand(subcommand)
@@ -297,7 +296,7 @@ class D9DCLI(LightningCLI):
                 raise MistakeError(self._without(found[1], subcommand)) from error
 
     def _without(self, loader: str, subcommand: str) -> str:
-        """Says that the data lack a loader, with the place where they are given."""
+        """Return a message that the data lack a loader, with the place where they are configured."""
         if self.datamodule is None:
             return f"{subcommand} needs data with a {loader}; give --data CLASS, or data: in a file"
         place = locate(Written(self._arguments), ["data"])
@@ -305,7 +304,7 @@ class D9DCLI(LightningCLI):
 
     @contextmanager
     def _placed(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Puts the place of what an error names as `name=value` or in backticks before its message."""
+        """Prefix an error with the place of the setting that it names as `name=value` or in backticks."""
         try:
             yield
         except MistakeError:
@@ -323,7 +322,7 @@ class D9DCLI(LightningCLI):
             raise error if isinstance(error, ConfigError) else ConfigError(message) from error
 
     def _check_strategy(self) -> None:
-        """Refuses a word that Lightning does not know; it would name some of those that it does."""
+        """Refuse an unknown word with the names that may be used; Lightning would list only some of them."""
         key, words = "trainer.strategy", ["d9d", "auto", *StrategyRegistry.available_strategies()]
         strategy = self.config.get(self.config.get("subcommand") or "", self.config).get(key)
         if isinstance(strategy, str) and strategy.lower() not in words:
@@ -332,7 +331,7 @@ class D9DCLI(LightningCLI):
 
 
 def _factory(chosen: Namespace | None, kind: Any) -> Any:
-    """Returns what makes the object of a class with settings, which Lightning has parsed and not instantiated."""
+    """Return a function that makes an object from settings, which Lightning has parsed but not instantiated."""
     if not chosen:
         return None
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -348,12 +347,12 @@ def _is_same(saved: object, given: object) -> bool:
 
 
 def _words(args: ArgsType) -> list[str]:
-    """Return the words of a command line; of a configuration that is given as an object none."""
+    """Return the words of a command line; none for a configuration that is given as an object."""
     return sys.argv[1:] if args is None else args if isinstance(args, list) else []
 
 
 def run(_: object = None) -> None:
-    """Runs the subcommand of `sys.argv`, which is one of Lightning's.
+    """Run the subcommand of `sys.argv`, which is one of Lightning's.
 
     Raises:
         ConfigError: The arguments ask for something impossible.

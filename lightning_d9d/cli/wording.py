@@ -1,4 +1,4 @@
-"""Words for mistakes on the command line: what is legal in place of what was given."""
+"""Words for mistakes on the command line: which values are legal in place of the given one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_d9d.errors import ConfigError, did_you_mean
 
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
-"""Types as users know them, by their Python names."""
+"""Python's types as users call them, by their Python names."""
 
 
 class MistakeError(ConfigError):
@@ -15,18 +15,18 @@ class MistakeError(ConfigError):
 
 
 def either(words: Sequence[str]) -> str:
-    """Joins alternatives: "a, b or c"."""
+    """Join alternatives: "a, b or c"."""
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def must_be(subject: str, value: str, choices: Sequence[str], kinds: Sequence[str] = ()) -> str:
-    """Says what a setting may be.
+    """Return a message with the legal values of a setting.
 
     Args:
         subject: The setting, with its place.
-        value: What was given.
-        choices: Words that are legal.
-        kinds: What else is legal: Python names of types, or a description.
+        value: The given value.
+        choices: Legal words.
+        kinds: Other legal values: Python names of types, or a description.
     """
     legal = [*map(repr, choices), *(KINDS.get(kind, kind) for kind in kinds)]
     return f"{subject} must be {either(legal)}, not {value!r}{did_you_mean(value, choices)}"

@@ -1,4 +1,4 @@
-"""Lets data ranks tell each other of their next batch while they compute the one before."""
+"""Data ranks exchange facts about their next batch while they compute the current one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_d9d.waits import waiting
 END = 2**62
 """Place of a rank whose data have ended."""
 NOTHING = END + 1
-"""Place of one that has never had a batch."""
+"""Place of a rank that has never had a batch."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The agreement of data ranks on what they run for one batch. Without arguments they agreed on nothing."""
+    """The agreement of data ranks on how to run one batch. Without arguments, nothing was agreed."""
 
     is_dummy: bool = False
-    """This rank has no data for it. It runs a copy of another batch, which counts nothing."""
+    """True if this rank has no data for the batch. It then runs a copy of another batch, which counts nothing."""
     num_microbatches: int = 0
-    """The number that every rank runs; 0: ranks may differ."""
+    """The number that every rank runs; 0 means that ranks may differ."""
     num_counting: int | None = None
     """The number of data ranks that have data for it; None for all, 0 where only other replicas have some."""
 
@@ -41,13 +41,13 @@ NOTHING_AGREED = BatchPlan()
 
 @dataclass(frozen=True)
 class Agreed:
-    """Where the ranks that are furthest behind are, and what they have there."""
+    """The place of the ranks that are furthest behind, and the facts about their batch there."""
 
     place: int
     num_microbatches: int
-    """The most that one of them has."""
+    """The largest number on any of these ranks."""
     num_ranks: int
-    """How many they are."""
+    """The number of these ranks."""
 
     @property
     def has_ended(self) -> bool:
@@ -56,14 +56,14 @@ class Agreed:
 
 
 class Agreement:
-    """Agrees on one batch after the other, each with a message that is under way while the batch before is computed.
+    """Agrees on one batch after another; each message is sent while the batch before is computed.
 
-    Ranks `tell` each other the place of their next batch, and `hear` later. Those at the least place use their data in
-    the coming step, the others fill it.
+    A rank sends the place of its next batch with `tell`, and gets those of all ranks from `hear` later. Ranks at the
+    lowest place use their data in the next step; the others fill it with dummy batches.
 
     Args:
-        group: The data ranks, on a backend for the CPU: nobody waits for a device.
-        check: Called with the places of all ranks when they have heard of a place for the first time; may raise.
+        group: The data ranks, on a backend for the CPU, so that no rank waits for a device.
+        check: Called with the places of all ranks when they have received a place for the first time; may raise.
     """
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[list[int]], None]) -> None:
@@ -75,21 +75,24 @@ class Agreement:
         self._heard: Agreed | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
-        """Ranks talk over one; copies of what uses it share it."""
+        """Return this object: ranks communicate through it, so copies of its users share it."""
         return self
 
     def restart(self) -> None:
-        """Forget what is under way. Every rank has sent its own, so nobody waits for it."""
+        """Forget pending messages. Every rank has sent its own, so no rank waits for this one."""
         self._place = self._work = self._heard = None
 
     def tell(self, place: int, num_microbatches: int) -> None:
-        """Send the place of this rank's next batch and how many microbatches it makes. Collective, without waiting."""
+        """Send the place of this rank's next batch and the number of its microbatches. Collective, without waiting."""
         own = torch.tensor([place, num_microbatches])
         self._values = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         self._heard, self._work = None, dist.all_gather(self._values, own, group=self.group, async_op=True)
 
     def hear(self) -> Agreed:
-        """Return what all ranks have sent last. Waits for the message; the same again until the next `tell`."""
+        """Return the latest messages of all ranks.
+
+        It waits for the messages, and returns the same result until the next `tell`.
+        """
         if self._heard is None:
             assert self._work is not None
             with waiting():
@@ -103,5 +106,5 @@ class Agreement:
         return self._heard
 
     def rank_of(self, index: int) -> int:
-        """Return the global rank of one of the group."""
+        """Return the global rank of a rank in the group."""
         return dist.get_process_group_ranks(self.group)[index]

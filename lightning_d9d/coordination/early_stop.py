@@ -1,9 +1,9 @@
-"""`EarlyStop`: ranks end a fit together although `Trainer.should_stop` may be set on any of them, at any time.
+"""`EarlyStop` makes ranks end a fit together, although `Trainer.should_stop` may be set on any of them, at any time.
 
-Lightning asks for it at points that all ranks pass in the same order. A rank that finds it set at one of them writes
-the key "early_stop/N" and waits. A watchdog that finds this key publishes how many points its rank has passed. Then
-its main thread waits at its next point. All end at the point behind the last that some rank has passed. Where
-all ranks ask at the same point it is this one, as under Lightning.
+Lightning reads the flag at points that all ranks pass in the same order. A rank that finds the flag set at such a point
+writes the key "early_stop/N" and waits. A watchdog that finds this key publishes how many points its rank has passed.
+Then its main thread waits at its next point. All ranks end at the point after the last one that any rank has passed. If
+all ranks set the flag at the same point, they end at that point, as under Lightning.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lightning_d9d.coordination.messages import is_count, value_of
 
 
 class EarlyStop:
-    """The agreement of one run of one rank. `is_here` is for the thread that runs it, `agree` for the watchdog.
+    """The agreement of one rank in one run. `is_here` is for the thread that trains, `agree` for the watchdog.
 
     Args:
-        store: Every rank has one that shows the same keys.
+        store: Prefix of the keys, the same on every rank.
         rank: Global rank.
         world_size: Number of ranks.
-        changed: Guards what both threads change, and tells of changes.
-        wake: Lets the watchdog look at once.
-        has_failed: Whether a rank has failed, so that nobody need wait.
+        changed: Guards the state that both threads change, and signals changes.
+        wake: Makes the watchdog poll at once.
+        has_failed: Returns whether a rank has failed, so that waiting is useless.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class EarlyStop:
         self._stops_at: int | None = None
 
     def is_here(self, wants: bool) -> bool:
-        """Return whether all ranks end training at this point. Collective, but waits only where some rank wants it.
+        """Return whether all ranks end training at this point. Collective, but waits only if some rank wants to end.
 
         Args:
-            wants: Whether this rank asks for it. Once all have stopped, they stay so until this is False.
+            wants: Whether this rank wants to end. Once all have stopped, they stay stopped until this is False.
         """
         with self._changed:
             self._has_stopped &= wants
@@ -70,14 +70,14 @@ class EarlyStop:
 
     @property
     def is_open(self) -> bool:
-        """True if some rank asks and it is not known yet where all end."""
+        """True if some rank wants to end and the common point is not known yet."""
         return self._waits and self._stops_at is None
 
     def agree(self) -> None:
-        """Look into the store, and publish what others need.
+        """Read the store, and publish the values that other ranks need.
 
         Raises:
-            ForeignValueError: A value in the store is none that a rank writes.
+            ForeignValueError: A value in the store was not written by a rank.
         """
         if self._stops_at is not None:
             return

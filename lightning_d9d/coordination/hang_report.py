@@ -1,4 +1,4 @@
-"""The text of a report: which rank did not come to which collective, and where all ranks are. Pure Python."""
+"""The text of a report: which rank did not reach which collective, and where all ranks are. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass, field
 from lightning_d9d.coordination.snapshots import Call, Snapshot, Stack
 
 _DIFFER_BY_RANK = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "broadcast", "coalesced")
-"""Words in names of operations whose inputs may differ from rank to rank."""
+"""Words in names of operations whose inputs may differ between ranks."""
 _GATHERS_EQUAL = ("all_gather", "reduce_scatter")
 
 
 _LONGEST_NAME = 48
 _BUSY = 0.05
-"""A thread that computes gets more of a processor than this, however many others do."""
+"""A thread that computes gets more of a processor than this share, however many others do."""
 
 
 @dataclass(frozen=True)
 class Silent:
-    """A rank that has not answered, and what is known of it."""
+    """A rank that has not answered, and the known facts about it."""
 
     reason: str
     stacks: str = ""
-    """Stacks that C wrote, which needs no interpreter."""
+    """Stacks of its threads, written by C code that does not need the interpreter."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """All that is known of the ranks of a job."""
+    """All known facts about the ranks of a job."""
 
     names: Sequence[str]
-    """Host and process by rank."""
+    """Host and process of each rank."""
     snapshots: Mapping[int, Snapshot]
     silent: Mapping[int, Silent]
 
@@ -42,7 +42,7 @@ class _Wait:
 
     call: Call
     group: str
-    """Its name in the mesh."""
+    """The group's name in the mesh."""
     ranks: list[int]
     waiting: list[int] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
@@ -56,12 +56,12 @@ class _Wait:
 
 
 def _short(name: str) -> str:
-    """Return the name of a group in the mesh; one that serves many axes has a long one."""
+    """Return the name of a group in the mesh, shortened if it serves many axes."""
     return repr(name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}...")
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return them as "rank 3" or "ranks 0 to 2, 5"."""
+    """Return ranks as text: "rank 3" or "ranks 0 to 2, 5"."""
     numbers = sorted(ranks)
     parts, index = list[str](), 0
     while index < len(numbers):
@@ -75,10 +75,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def diagnose(known: Known) -> list[str]:
-    """Return the lines that say who keeps the others waiting, the most likely cause first.
+    """Return lines that name the rank for which the others wait, the most likely cause first.
 
     Args:
-        known: All that the ranks have shown.
+        known: The answers of all ranks.
     """
     waits = _waits(known)
     lines = _mismatches(known, waits)
@@ -101,7 +101,7 @@ def diagnose(known: Known) -> list[str]:
 
 
 def _outside(known: Known) -> list[str]:
-    """Lines where no collective is known that somebody has not come to: messages on gloo, or the end of an epoch."""
+    """Return lines for a wait outside of known collectives: messages on gloo, or the end of an epoch."""
     waiting = [rank for rank, each in known.snapshots.items() if each.waits_for_ranks]
     if not waiting:
         return []
@@ -130,7 +130,7 @@ def _where(known: Known, rank: int) -> str:
 
 
 def _waits(known: Known) -> list[_Wait]:
-    """Return every collective that is under way on some rank, the oldest of each group and rank."""
+    """Return every pending collective, the oldest of each group and rank."""
     waits: dict[tuple[str, tuple[int, ...], int], _Wait] = {}
     for rank, snapshot in sorted(known.snapshots.items()):
         pending: dict[str, Call] = {}
@@ -157,7 +157,7 @@ def _came(known: Known, rank: int, wait: _Wait) -> bool:
 
 
 def _mismatches(known: Known, waits: Sequence[_Wait]) -> list[str]:
-    """Lines on collectives of one number that ranks of the group have called differently."""
+    """Return lines about collectives with the same number that ranks of the group have called differently."""
     lines = []
     for wait in waits:
         calls: dict[str, list[int]] = {}
@@ -177,7 +177,7 @@ def _mismatches(known: Known, waits: Sequence[_Wait]) -> list[str]:
 
 
 def _compared(call: Call) -> str:
-    """Return as text what must be equal on all ranks."""
+    """Return as text the properties that must be equal on all ranks."""
     name = call.operation
     differs = any(word in name for word in _DIFFER_BY_RANK) and not any(word in name for word in _GATHERS_EQUAL)
     return name if differs else str(call)
@@ -187,9 +187,9 @@ def report_text(known: Known, reason: str, lines: Sequence[str], moment: str) ->
     """Return the whole report.
 
     Args:
-        known: All that the ranks have shown.
-        reason: Why it is written.
-        lines: Those of `diagnose`.
+        known: The answers of all ranks.
+        reason: The reason for the report.
+        lines: The lines of `diagnose`.
         moment: The date and time.
     """
     parts = [f"Where the ranks are, {moment}\nWritten because {reason}\n", "\n".join(lines), "\nCollectives\n"]
@@ -206,7 +206,7 @@ def report_text(known: Known, reason: str, lines: Sequence[str], moment: str) ->
 
 
 def _table(known: Known) -> list[str]:
-    """Return a line a rank for each group: the number of its last collective, and what is under way."""
+    """Return for each group one line a rank: the number of its last collective, and pending ones."""
     rows = []
     groups = sorted(
         {(name, tuple(ranks), desc) for s in known.snapshots.values() for name, (desc, ranks) in s.groups.items()}

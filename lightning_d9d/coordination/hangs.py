@@ -1,16 +1,16 @@
-"""`HangWatch`: on request, or when a wait for other ranks ends in an error, one file says where all ranks are.
+"""`HangWatch` writes one file about where all ranks are, on request or when a wait for other ranks ends in an error.
 
-Ranks answer through the store. A thread of its own looks where the main thread is before a time limit passes, as the
-error that follows tears that down. It uses no store, which may be what does not answer.
+Ranks answer through the store. A separate thread records where the main thread is before a time limit passes, because
+the error that follows destroys this state. It does not use the store, which may be the part that does not answer.
 
-[Note: ranks that do not answer] Where a C call holds the interpreter, no thread of a rank can answer. Python's
-`faulthandler` needs no interpreter. Its handler of the report's signal is in C, and writes all stacks into a file that
-the rank opened at the start. A rank of the same host sends the signal and reads the file. In a job of several nodes a
-timer in C, which the thread winds up again and again, writes the same without a signal. A process that is stopped or
-gone is recognized by its state, which the system shows to its host.
+[Note: ranks that do not answer] If a C call holds the interpreter, no thread of a rank can answer. Python's
+`faulthandler` needs no interpreter. Its handler of the report's signal is written in C, and writes all stacks into a
+file that the rank opened at the start. A rank of the same host sends the signal and reads the file. In a job of several
+nodes, a timer in C writes the same without a signal; the thread restarts the timer repeatedly. The system shows a host
+whether one of its processes is stopped or gone.
 
-[Note: without a store] The store usually lives in rank 0's process. If that does not answer, ranks leave their
-snapshots as files in the directory of the report; the first to create the report collects them.
+[Note: without a store] The store usually lives in rank 0's process. If that process does not answer, ranks write their
+snapshots as files into the directory of the report. The first rank to create the report collects them.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ from lightning_d9d.coordination.messages import ForeignValueError, is_count, say
 from lightning_d9d.coordination.snapshots import Call, Snapshot
 
 ANSWER_SECONDS = 10.0
-"""How long a report waits, at most, for the ranks."""
+"""Longest time for which a report waits for the ranks."""
 BUSY_SECONDS = 1.0
-"""How long a rank of the same host has to answer before its process is looked at."""
+"""Time for which a rank of the same host may answer before its process is examined."""
 HELD_SECONDS = 15.0
-"""After so long without the interpreter the timer in C writes the stacks, in a job of several nodes."""
+"""Time without the interpreter after which the timer in C writes the stacks, in a job of several nodes."""
 _AGAIN_SECONDS = 10.0
-"""A signal that comes sooner after a report belongs to it, as where a scheduler sends it to all ranks."""
+"""A signal that arrives sooner after a report belongs to it, as when a scheduler sends it to all ranks."""
 _POLL_SECONDS = 0.05
 _MAX_STACKS, _MAX_REASON = 200_000, 1000
 _STACKS = ".stacks-"
 _HELD = "its threads do not answer (a call in C may hold the interpreter, or its network is down); it is"
 
 _registered: list[HangWatch] = []
-"""One of a Trainer, and one of another that runs inside of it."""
+"""The watches of a Trainer, and of another Trainer that runs inside of it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's process is, and where others find what it wrote of its stacks."""
+    """Where a rank's process is, and where other ranks find its stacks."""
 
     host: str
     process: int
     started: str
-    """When the process began, as the system counts; empty where it does not say."""
+    """Start time of the process, as the system counts; empty if it is unknown."""
     stacks: str
     """The path of the file that `faulthandler` writes."""
     signal: int
-    """The signal on which it does so; 0 for none."""
+    """The signal that makes it write them; 0 for none."""
     moment: str
-    """When the run began."""
+    """Start time of the run."""
 
     @staticmethod
     def is_valid(value: Any) -> bool:
-        """Return whether JSON holds the fields of one."""
+        """Return whether JSON holds the fields of this class."""
         return (
             isinstance(value, dict)
             and value.keys() == set(Place.__annotations__)
@@ -87,22 +87,23 @@ class Written:
 
     path: str
     lines: list[str]
-    """Who keeps the others waiting."""
+    """The lines that name the rank for which the others wait."""
 
     def __str__(self) -> str:
         return "\n".join([*self.lines, f"stacks and collectives of all ranks are in {self.path}"])
 
 
 class HangWatch:
-    """Looks where this rank is and reports where all are; one for a run of a rank.
+    """Observes this rank and reports where all ranks are; one for each run of a rank.
 
     Args:
         rank: Global rank.
-        limit_seconds: After so long in one wait a rank ends; may be set again.
-        directory: Of the reports.
-        several_nodes: Whether the job runs on more than one node; then all see the directory, or miss a part.
-        signal_number: The signal that asks for a report; 0 for none.
-        meets_at: Returns at the end of what the main thread waits for others, if it does.
+        limit_seconds: Time limit of one wait, after which a rank ends; may be changed.
+        directory: Directory of the reports.
+        several_nodes: Whether the job runs on more than one node; all nodes must then see the directory, or their part
+            is missing.
+        signal_number: The signal that requests a report; 0 for none.
+        meets_at: Returns the kind of end at which the main thread waits for others, if it does.
     """
 
     def __init__(
@@ -143,21 +144,24 @@ class HangWatch:
         self._used = (0.0, 0.0)
 
     def start(self) -> None:
-        """Start the thread; let a process that the system or C++ aborts print its stacks."""
+        """Start the thread, and make a process that the system or C++ aborts print its stacks."""
         with suppress(RuntimeError, ValueError, OSError, AttributeError):  # stderr may be no file
             if not faulthandler.is_enabled():
                 faulthandler.enable()
         self._thread.start()
 
     def register_signal(self) -> None:
-        """Let the signal write stacks without the interpreter. For the main thread, behind a handler in Python."""
+        """Make the signal write stacks without the interpreter.
+
+        For the main thread; a handler in Python stays behind it.
+        """
         faulthandler.register(self.signal_number, self._stacks, all_threads=True, chain=True)
         self._has_signal = True
         _registered.append(self)
 
     @property
     def place(self) -> Place:
-        """Where this process is; each rank gives the others its own."""
+        """Return where this process is; ranks exchange these places."""
         path = f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}"
         return Place(
             socket.gethostname(),
@@ -183,32 +187,32 @@ class HangWatch:
 
     @property
     def is_writing(self) -> bool:
-        """True while this rank writes a report, for `ANSWER_SECONDS` and a little more at most."""
+        """True while this rank writes a report, which takes at most a little more than `ANSWER_SECONDS`."""
         return self._writer is not None and self._writer.is_alive()
 
     # For the main thread
 
     def progress(self) -> None:
-        """Take note that the main thread gets on."""
+        """Record that the main thread makes progress."""
         self._progress_at = time.monotonic()
         self._stalled, self._has_warned = None, False
 
     def leave(self, error: BaseException) -> None:
-        """Take note that the main thread has left a wait for others with an error."""
+        """Record that the main thread has left a wait for others with an error."""
         if self._left is None:
             self._left = self._stalled or self._take(error)
 
     def explain(
         self, error: BaseException, reason: str, wake: Callable[[], None] | None, seconds: float, is_first: bool
     ) -> None:
-        """Write a report, or let another rank do so, and note at an error who kept this rank waiting.
+        """Write a report, or let another rank write it, and add to an error which rank this one waited for.
 
         Args:
-            error: The main thread has left its wait with it.
-            reason: Why the report is written.
-            wake: Lets the thread that talks to the store call `talk`; None where the store does not answer.
+            error: The error with which the main thread has left its wait.
+            reason: The reason for the report.
+            wake: Makes the thread of the store call `talk`; None if the store does not answer.
             seconds: How long to wait for the others without a store.
-            is_first: This rank was the first of the job to fail.
+            is_first: Whether this rank was the first of the job to fail.
         """
         if not self.places or not (is_first or wake is None):
             return
@@ -222,7 +226,7 @@ class HangWatch:
             error.add_note(str(self.written))
 
     def _report_without_store(self, reason: str, seconds: float) -> None:
-        """Write the report from what ranks leave as files, or leave a file to the rank that does."""
+        """Write the report from the files of other ranks, or leave a file to the rank that writes it."""
         number = self._number
         path = self.directory / self._name(number)
         try:
@@ -238,7 +242,7 @@ class HangWatch:
             self._part(number, rank).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End the threads and give the signal back."""
+        """End the threads and restore the signal's handler."""
         self._closing.set()
         if self._writer is not None:
             self._writer.join(ANSWER_SECONDS)
@@ -255,15 +259,15 @@ class HangWatch:
     # For the thread that talks to the store
 
     def ask(self) -> None:
-        """Ask for a report, since a signal does."""
+        """Request a report, as a signal does."""
         if self.places and time.monotonic() > self._last_at + _AGAIN_SECONDS:
             self._asked = f"{signal.Signals(self.signal_number).name} came to rank {self.rank}"
 
     def talk(self, store: dist.Store) -> None:
-        """Ask for a report, answer one, or begin to write it.
+        """Request a report, answer a request, or begin to write one.
 
         Raises:
-            ForeignValueError: The store has something that no rank wrote.
+            ForeignValueError: The store has a value that no rank wrote.
         """
         if not self.places:
             return
@@ -311,7 +315,7 @@ class HangWatch:
             self._answered.set()
 
     def _remove_stacks(self, known: Known) -> None:
-        """Remove the files that ranks keep for their stacks and that are empty: of those that have ended."""
+        """Remove the empty files that ranks keep for their stacks, if the ranks have ended."""
         for rank, silent in known.silent.items() if self._several_nodes else ():
             name = Path(self.places[rank].stacks).name
             if not silent.stacks and name.startswith(_STACKS):
@@ -361,7 +365,7 @@ class HangWatch:
         return None
 
     def _look_at(self, place: Place, *, is_late: bool) -> Silent | None:
-        """Look at the process of a rank that has not answered; None while it may yet."""
+        """Examine the process of a rank that has not answered; return None while it may still answer."""
         if place.host != self.places[self.rank].host:
             stacks = _read(place.stacks) if is_late and self._several_nodes else ""
             return Silent(_held_at(stacks), stacks) if stacks else None
@@ -419,7 +423,7 @@ class HangWatch:
             self._asked = f"rank {self.rank} waits for others since {late[0].seconds:.0f} s"
 
     def _measure(self) -> None:
-        """Measure how busy the main thread was since the last time."""
+        """Measure how busy the main thread was since the last measurement."""
         with suppress(OSError, AttributeError):
             used, now = time.clock_gettime(time.pthread_getcpuclockid(self._main_thread)), time.monotonic()
             before, since = self._used
@@ -434,10 +438,10 @@ class HangWatch:
 
 
 def _late_share(call: Call) -> float:
-    """Return the share of the time limit after which a report is asked for although no error has come.
+    """Return the share of the time limit after which a report is requested without an error.
 
-    torch ends a process whose call on NCCL is late, and its ranks say nothing any more. On gloo the group is not one of
-    ours, and has a longer limit.
+    With NCCL, torch ends a process whose call is late, and its ranks can no longer report anything. With gloo the group
+    is not one of this package's, and has a longer limit.
     """
     return 0.9 if call.operation.startswith("nccl") else 1.2
 
@@ -454,7 +458,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _process(number: int) -> tuple[str, str]:
-    """Return the state of a process of this host, and when it began; empty if it has ended or the system is silent."""
+    """Return the state and the start time of a process of this host; empty if it has ended or they are unknown."""
     try:
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -471,13 +475,13 @@ def _read(path: str) -> str:
 
 
 def _held_at(stacks: str) -> str:
-    """Name the call in the main thread's innermost frame: threads stand in the order in which they began, reversed."""
+    """Return the call in the main thread's innermost frame: threads are listed in reverse order of their start."""
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stacks.rpartition("hread 0x")[2])
     return f"{_HELD} {f'at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}' if frames else 'outside of Python'}"
 
 
 def forget_in_child() -> None:
-    """Give the signal back in a forked process, such as a worker of a dataloader."""
+    """Restore the signal's handler in a forked process, such as a worker of a dataloader."""
     for each in _registered[-1:]:
         faulthandler.unregister(each.signal_number)
     _registered.clear()

@@ -1,4 +1,4 @@
-"""Values that ranks leave for each other in the store, and messages to the user: neither can stop a watchdog."""
+"""Values that ranks write to the store for each other, and messages to the user: neither can block a watchdog."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ import torch.distributed as dist
 from lightning_d9d.errors import RankError, printable
 
 SAY_SECONDS = 1.0
-"""How long a message may take; who reads the other end of a pipe may have stopped."""
+"""Time limit of a message, because the reader of a pipe may have stopped."""
 _MAX_VALUE_BYTES = 2**22
 _MAX_SUMMARY, _MAX_TRACEBACK = 10_000, 100_000
 
 
 class ForeignValueError(ValueError):
-    """The store has something under a key of this job that none of its ranks wrote."""
+    """The store has a value under a key of this job that none of its ranks wrote."""
 
 
 class LateError(RankError):
-    """The others did not come in time."""
+    """The other ranks did not arrive in time."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first thing that went wrong in a job."""
+    """The first failure of a job."""
 
     rank: int
     summary: str
@@ -43,7 +43,7 @@ class Failure:
 
     @staticmethod
     def of(rank: int, error: BaseException) -> Failure:
-        """Make of `error` what the other ranks see."""
+        """Convert an error to the failure that other ranks see."""
         summary = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
         return Failure(rank, summary[:_MAX_SUMMARY], trace[-_MAX_TRACEBACK:])
@@ -54,10 +54,10 @@ class Failure:
 
     @staticmethod
     def from_store(key: str, content: bytes) -> Failure:
-        """Return the failure that a rank has left under a key.
+        """Return the failure that a rank has written under a key.
 
         Raises:
-            ForeignValueError: The content is something else.
+            ForeignValueError: The content is not such a value.
         """
         return Failure(**value_of(key, content, _is_failure))
 
@@ -70,15 +70,15 @@ class Failure:
 
 
 def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
-    """Return the JSON value that a rank has left in the store.
+    """Return the JSON value that a rank has written to the store.
 
     Args:
-        key: Where it was.
-        content: What was there.
-        is_valid: Whether it is what ranks write under the key.
+        key: Its key.
+        content: The content that was read.
+        is_valid: Returns whether ranks write such a value under the key.
 
     Raises:
-        ForeignValueError: The content is something else.
+        ForeignValueError: The content is not a failure.
     """
     try:
         value = json.loads(content.decode()) if len(content) <= _MAX_VALUE_BYTES else None
@@ -87,54 +87,56 @@ def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
         value, is_ours = None, False
     if not is_ours:
         raise ForeignValueError(
-            f"the store has {reprlib.repr(content)} under {key!r}, which no rank of this job wrote; another process "
+            f"the store has {reprlib.repr(content)} under {key!r}, which no rank of this job wrote. Another process "
             "uses the job's MASTER_ADDR and MASTER_PORT: start the job with a port of its own"
         )
     return value
 
 
 def count(store: dist.Store, key: str, more: int = 0) -> int:
-    """Add to a number in the store, and return it. A server hangs up on who adds to anything else.
+    """Add to a number in the store, and return it.
+
+    The server disconnects a client that adds to a value other than a number.
 
     Raises:
-        ForeignValueError: The store has something else there.
+        ForeignValueError: The store has another value there.
     """
     number = value_of(key, store.compare_set(key, "0", "0"), is_count)  # which also reads what is missing
     return store.add(key, more) if more else number
 
 
 def is_count(value: Any) -> bool:
-    """Return whether it is a number of batches or ranks."""
+    """Return whether a value is a number of batches or ranks."""
     return type(value) is int and value >= 0
 
 
 def is_signal(value: Any) -> bool:
-    """Return whether it is the number of a signal."""
+    """Return whether a value is the number of a signal."""
     return type(value) is int and value in {int(each) for each in signal.Signals}
 
 
 def is_stop(value: Any) -> bool:
-    """Return whether it is a rank and the signal that it got."""
+    """Return whether a value is a rank and its signal."""
     return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and is_signal(value[1])
 
 
 def is_position(value: Any) -> bool:
-    """Return whether it is numbers of batches, of training and of evaluation."""
+    """Return whether a value is a pair of numbers of batches: of training and of evaluation."""
     return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
 
 
 def is_end(value: Any) -> bool:
-    """Return whether it is where a rank has ended an epoch: batches, whether there is more to do, the rank."""
+    """Return whether a value is the end of a rank's epoch: batches, whether there is more to do, the rank."""
     return isinstance(value, list) and len(value) == 3 and isinstance(value[1], bool) and all(map(is_count, value[::2]))
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return whether a collective failed because a peer went away. Gloo raises plain RuntimeErrors."""
+    """Return whether a collective failed because a peer disconnected. Gloo raises plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def is_silence(error: BaseException) -> bool:
-    """Return whether it says that others did not answer, but not why."""
+    """Return whether an error says that others did not answer, but not why."""
     return is_connection_error(error) or isinstance(error, LateError)
 
 

@@ -1,4 +1,4 @@
-"""The end of ranks that a process has started."""
+"""Ends ranks that a process has started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from subprocess import Popen, TimeoutExpired
 
 
 def end_processes(processes: Sequence[Popen], patience_seconds: float) -> None:
-    """Wait until processes have ended, and kill those that have not in time, or all if the user does not wait."""
+    """Wait until processes have ended; kill those that are late, or all if the user does not wait."""
     deadline = time.monotonic() + patience_seconds
     for process in processes:
         try:

@@ -1,7 +1,7 @@
-"""`Snapshot`: where one rank is, as its own threads see it: Python stacks, collectives, what it waits for.
+"""`Snapshot` describes where one rank is, as its own threads see it: Python stacks, collectives, and its waits.
 
 torch's flight recorder numbers the collectives of each process group, on gloo and on NCCL. Messages between two ranks
-are in it on NCCL alone; a rank that waits for one on gloo is recognized by its stack.
+are recorded only on NCCL; a rank that waits for one on gloo is recognised by its stack.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch._C import _distributed_c10d
 from lightning_d9d.coordination.messages import is_count, value_of
 
 NUM_CALLS = 8
-"""So many of the last collectives of each group are shown, and all that are under way."""
+"""Number of last collectives of each group that are shown, besides all pending ones."""
 _NUM_FRAMES = 60
 _LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 _OWN = str(Path(__file__).parents[1])
 _HANDLER = "_do_nothing"
-"""Python's handler of the report's signal: a long call in C that looks for signals is in it when it is asked."""
+"""Python's handler of the report's signal: a long call in C that checks for signals shows it as its caller."""
 _WAITS = ("torch/distributed/distributed_c10d.py", "pipeline/transfer.py", "coordination/watchdog.py")
-"""Ends of the files of functions that wait for other ranks."""
+"""Ends of the file names of functions that wait for other ranks."""
 
 Frame = tuple[str, int, str]
-"""File, line, function."""
+"""File, line and function."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Call:
     """A collective that a rank has called."""
 
     group: str
-    """The name that torch gives the process group, the same on its ranks."""
+    """Torch's name of the process group, the same on its ranks."""
     number: int
-    """It is the group's nth collective on this rank, counted from 1."""
+    """Number of the collective in its group on this rank, counted from 1."""
     operation: str
     sizes: list[list[int]]
     """Shapes of the inputs."""
     dtypes: list[str]
     is_pending: bool
-    """It has not ended on this rank."""
+    """True if it has not ended on this rank."""
     seconds: float
-    """How long ago it was called."""
+    """Seconds since the call."""
 
     def __str__(self) -> str:
         tensors = ", ".join(f"{dtype}{size}" for dtype, size in zip(self.dtypes, self.sizes, strict=False))
@@ -61,7 +61,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Stack:
-    """A thread, and where it is: the innermost frame is the first."""
+    """A thread and its stack: the innermost frame is first."""
 
     name: str
     frames: list[Frame]
@@ -76,13 +76,13 @@ class Snapshot:
     """The thread that trains."""
     others: list[Stack] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    """The last ones, in the order in which they were called."""
+    """The last collectives, in the order of their calls."""
     groups: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """By torch's name: what a group is called in the mesh, and its ranks."""
+    """The name in the mesh and the ranks of each group, by torch's name."""
     meets_at: str | None = None
-    """It waits for the others at the end of an "epoch" or "evaluation"."""
+    """The "epoch" or "evaluation" at whose end the rank waits for the others."""
     busy: float | None = None
-    """The share of a processor that its main thread has used lately, from 0 to 1."""
+    """The share of a processor that the main thread has used recently, from 0 to 1."""
 
     def to_json(self) -> str:
         """Return the content that `from_json` reads."""
@@ -90,27 +90,27 @@ class Snapshot:
 
     @staticmethod
     def from_json(key: str, content: bytes) -> Snapshot:
-        """Return the snapshot that a rank has left under a key.
+        """Return the snapshot that a rank has written under a key.
 
         Raises:
-            ForeignValueError: The content is something else.
+            ForeignValueError: The content is not a snapshot.
         """
         return _build(value_of(key, content, _is_snapshot))
 
     @property
     def pending(self) -> list[Call]:
-        """The collectives that are under way."""
+        """The pending collectives."""
         return [call for call in self.calls if call.is_pending]
 
     @property
     def waits_for_ranks(self) -> bool:
-        """True if its main thread is inside a call that waits for others."""
+        """True if the main thread is inside a call that waits for other ranks."""
         inner = self.main.frames[:8]
         return self.meets_at is not None or any(file.endswith(_WAITS) for file, _, _ in inner)
 
     @property
     def place(self) -> str:
-        """Where the main thread is: its innermost frame, and the innermost of the user's own code."""
+        """Where the main thread is: its innermost frame, and the innermost frame of the user's own code."""
         if not self.main.frames:
             return "outside of Python"
         own = next((each for each in self.main.frames if _is_own(each[0])), None)
@@ -137,12 +137,12 @@ def take(
     meets_at: str | None = None,
     busy: float | None = None,
 ) -> Snapshot:
-    """Look where this process is. Local; needs the interpreter, but neither files nor other ranks.
+    """Take a snapshot of this process. Local; needs the interpreter, but neither files nor other ranks.
 
     Args:
         rank: This rank.
         main_thread: The identifier of the thread that trains.
-        error: The main thread has raised it, and shown is where.
+        error: The error that the main thread has raised; the snapshot shows where.
         meets_at: As in `Snapshot`.
         busy: Likewise.
     """
@@ -197,7 +197,7 @@ def _groups() -> dict[str, tuple[str, list[int]]]:
 
 
 def _calls() -> list[Call]:
-    """Read all recorders that this build of torch has; gloo and NCCL have one each."""
+    """Read all recorders of this build of torch; gloo and NCCL have one each."""
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
@@ -220,7 +220,7 @@ def _call(entry: Mapping[str, Any]) -> Call:
 
 
 def last_calls(calls: Iterable[Call]) -> list[Call]:
-    """Return the last `NUM_CALLS` of each group, and all that are pending, in their order."""
+    """Return the last `NUM_CALLS` calls of each group, and all pending ones, in their order."""
     kept: list[Call] = []
     count: dict[str, int] = {}
     for call in reversed(list(calls)):

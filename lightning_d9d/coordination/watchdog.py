@@ -1,50 +1,50 @@
-"""`RankWatch`: one daemon thread a rank that learns through the store what happened to the others and acts on it.
+"""`RankWatch` is a daemon thread of each rank, which learns from the store about other ranks and reacts.
 
-[Note: failing together] The first failure of the job is the key "failure": `compare_set` lets one rank write it. Every
-watchdog polls that key. One that finds it prints it and wakes a main thread that waits for it. The main thread then has
-`shutdown_seconds` to end by itself (its collectives usually fail too). Then the watchdog prints the main thread's stack
-and ends the process. Whoever started ranks as child processes also publishes a child that ended silently.
+[Note: failing together] The first failure of the job is the key "failure": `compare_set` lets only one rank write it.
+Every watchdog polls that key. A watchdog that finds it prints it and wakes a main thread that waits for it. The main
+thread then has `shutdown_seconds` to end by itself (its collectives usually fail too). Then the watchdog prints the
+main thread's stack and ends the process. A process that started ranks as child processes also publishes a child that
+ended without a message.
 
-A collective that failed or timed out tells nothing of the peer, so its rank asks who is there. A watchdog that finds
-"failure" counts itself as one that heard. A rank that has not done so soon is named. If the network is down, a watchdog
-may be stuck inside the store, whose requests have no time limit. Its main thread notices that its failure is not
-published. It then reports that rank 0, next to the store, does not answer. Another thread keeps the deadline.
+A collective that failed or timed out does not name the peer, so its rank asks which ranks answer. A watchdog that finds
+"failure" counts itself as informed. A rank that does not do so soon is named. If the network is down, a watchdog may be
+stuck inside the store, whose requests have no time limit. Its main thread notices that its failure is not published. It
+then reports that rank 0, next to the store, does not answer. A separate thread keeps the deadline.
 
-A watchdog decides first and speaks afterwards, from a thread that may block or fail. The disk behind stderr may be
-full, or nobody reads the pipe. Whoever reaches the port can write to the store, so a watchdog checks what it reads
-there. A value that no rank wrote is a failure of the job like any other.
+A watchdog decides first and prints afterwards, from a thread that may block or fail. The disk behind stderr may be
+full, or a pipe may have no reader. Anyone who reaches the port can write to the store, so a watchdog checks the values
+that it reads there. A value that no rank wrote is treated as a failure of the job.
 
 [Note: stopping before the same batch] A stop request (SIGTERM, Ctrl-C) may reach any ranks at any time. No collective
-may be issued for it, as another rank may be inside a different one, so the ranks agree through the store:
+may be issued for it, because another rank may be inside a different one, so the ranks agree through the store:
 
 1. Python's C handler writes the signal's number into a pipe (`signal.set_wakeup_fd`). It does so even while the main
    thread is blocked in a collective. The watchdog reads it and writes the key "stop"; the first writer wins.
-2. A watchdog that finds "stop" publishes its rank's position, the number of batches begun. From then on its main thread
-   waits at the start of a batch until there is a decision. Both happen under one lock with the main thread's own
-   counting. So a published position is exactly what its rank has begun until the decision.
-3. Rank 0's watchdog takes the maximum of all positions. Every main thread goes on up to that position and raises at the
-   start of the next batch.
+2. A watchdog that finds "stop" publishes its rank's position, which is the number of batches begun. From then on its
+   main thread waits at the start of a batch until the decision. Both happen under one lock with the main thread's own
+   counting. So until the decision, a published position is exactly what its rank has begun.
+3. Rank 0's watchdog takes the maximum of all positions. Every main thread continues up to that position and raises at
+   the start of the next batch.
 
-For the signal that puts a SLURM job back into the queue, the ranks continue to the end of an accumulation window. They
-stop before the first batch behind that position at which no window is open. This batch is the same on all ranks.
+For the signal that requeues a SLURM job, the ranks continue to the end of an accumulation window. They stop before the
+first batch after that position at which no window is open. This batch is the same on all ranks.
 
-No batch after the maximum has begun anywhere, since all ranks waited. Every batch up to it has begun on some rank, and
-the other ranks begin it as well. So no collective of these batches misses a rank. A position is (training batches,
-evaluation batches since the last training batch), compared in this order. Behind the last batch of an evaluation stands
-its end, the same position on every rank. So validation sets of unequal length shift nothing. Metrics are reduced at
-this end, and ranks can stop there as well.
+No batch after the maximum has begun on any rank, because all ranks waited. Every batch up to it has begun on some rank,
+and the other ranks begin it as well. So no collective of these batches misses a rank. A position is (training batches,
+evaluation batches since the last training batch), compared in this order. The end of an evaluation is a position after
+its last batch, the same on every rank. So validation sets of unequal length cause no shift. Metrics are reduced at this
+end, and ranks can stop there as well.
 
-[Note: ending an epoch together]
-The ranks also meet through the store when a training epoch ends. They do so before validation or anything else that
-could put another collective against a gradient sum. The first rank there writes how far it came. A rank that ends at
-another point, or has passed this one, publishes a failure of the rank with less data. At the end of an evaluation,
-whose lengths may differ, ranks meet before metrics are reduced. A rank that waits there can still stop.
+[Note: ending an epoch together] The ranks also meet through the store when a training epoch ends. They do so before
+validation or other collectives, which could meet a gradient sum. The first rank there writes its number of batches. A
+rank that ends at another point, or has passed this one, publishes a failure of the rank with less data. Evaluations may
+differ in length, so ranks meet at their end, before metrics are reduced. A rank that waits there can still stop.
 
-[Note: leaving] A rank whose run ends, well or not, counts itself as arrived. When all have arrived rank 0 writes
-"closed", with a stop request if there was one: either all ranks heard it or none. That ends the watch, also after a
-failure: a process may catch the same ConfigError as all others and go on. At a normal end ranks wait for it. The store
-usually lives in rank 0's process. So rank 0 also waits until all others have read it or are at their exit (they count
-themselves as left). After a failure ranks may not arrive. Rank 0 then stays for a moment so that they can read.
+[Note: leaving] A rank whose run ends, well or not, counts itself as arrived. When all have arrived, rank 0 writes
+"closed", with a stop request if there was one: either all ranks see it or none. That ends the watch, also after a
+failure: a process may catch the same ConfigError as all others and continue. At a normal end ranks wait for "closed".
+The store usually lives in rank 0's process. So rank 0 also waits until all others have read it or are exiting (they
+count themselves as left). After a failure some ranks may not arrive: rank 0 waits for a moment.
 """
 
 from __future__ import annotations
@@ -97,16 +97,16 @@ SAME_NUMBER = "give every rank the same number of batches: a DistributedSampler,
 
 
 class RankWatch:
-    """Watches one run (fit, validate, ...) of one rank. The public methods are for the thread that runs it.
+    """Watches one run (fit, validate, ...) of one rank. The public methods are for the thread that trains.
 
     Args:
-        store: Only for this run and this object; every rank has one that shows the same keys.
+        store: Prefix of the keys, only for this run and this object; the same on every rank.
         rank: Global rank.
         world_size: Number of ranks.
-        shutdown_seconds: How long the main thread may go on after a failure or a stop request.
-        wait_seconds: How long to wait for other ranks at the end of epochs, evaluations and the run; may be set again.
+        shutdown_seconds: How long the main thread may continue after a failure or a stop request.
+        wait_seconds: How long to wait for other ranks at the end of epochs, evaluations and the run; may be changed.
         children: Ranks that this process started, with their processes.
-        stop_exception: Makes what `begin_*_batch` raises from the signal's number.
+        stop_exception: Makes the exception of `begin_*_batch` from the signal's number.
         hangs: Reports where the ranks are, if given.
     """
 
@@ -179,7 +179,7 @@ class RankWatch:
         self._thread.start()
 
     def set_limit(self, seconds: float) -> None:
-        """Let ranks wait for each other for so long from now on."""
+        """Set how long ranks wait for each other from now on."""
         self.wait_seconds = seconds
         if self.hangs is not None:
             self.hangs.limit_seconds = seconds
@@ -203,7 +203,7 @@ class RankWatch:
         """Wait until all ranks are at the end of a validation, test or prediction, or stop there. Collective.
 
         Raises:
-            RankError: Another rank failed, or one did not come in time.
+            RankError: Another rank failed, or one did not arrive in time.
         """
         train_batches, evaluation_batches = self._position
         number = evaluation_batches // END_OF_EVALUATION + 1  # there may be several between two training batches
@@ -244,24 +244,24 @@ class RankWatch:
         return stops
 
     def begin_train_step(self) -> None:
-        """Count a training batch whose data are there."""
+        """Count a training batch whose data have been read."""
         self._progress()
         self._has_data = True
         self._reached = (self._reached[0] + 1, False)
 
     def end_train_step(self, is_last: bool) -> None:
-        """End a training batch, after its collectives; with `is_last` the data end here, and so does the epoch.
+        """End a training batch, after its collectives; with `is_last` the data and the epoch end here.
 
         Raises:
-            RankError: This rank had no data: the other ranks are in a gradient sum that this one left out.
+            RankError: This rank had no data: the other ranks wait in a gradient reduction that this one left out.
         """
         if not self._has_begun:  # a run that goes on with the validation after a batch, or after that validation
             return
         self._has_begun = False
         if not self._has_data:
             raise RankError(
-                f"the DataLoader of rank {self.rank} gave None for training batch {self._position[0]} (counted from "
-                "the start of the run); every rank needs data for every batch: have collate_fn keep at least one row"
+                f"the DataLoader of rank {self.rank} returned None for training batch {self._position[0]} (counted "
+                "from the start of the run). Every rank needs data for every batch: let collate_fn keep one row"
             )
         if is_last:
             self.end_epoch()
@@ -273,10 +273,10 @@ class RankWatch:
         self._epoch_ended_at = None
 
     def end_epoch(self) -> None:
-        """Wait until all ranks have ended a training epoch, unless they just did. Collective.
+        """Wait until all ranks have ended a training epoch, unless they have just done so. Collective.
 
         Raises:
-            RankError: The ranks had different numbers of batches, another rank failed, or one did not come in time.
+            RankError: The ranks had different numbers of batches, another rank failed, or one did not arrive in time.
         """
         with self._changed:
             if self._epoch_ended_at == self._reached:
@@ -285,7 +285,7 @@ class RankWatch:
             self._meet("epoch")
 
     def _meet(self, point: str, may_leave: Callable[[], bool] = lambda: False) -> None:
-        """Wait at the end of an epoch or of an evaluation until all ranks are there, unless this one `may_leave`."""
+        """Wait at the end of an epoch or of an evaluation until all ranks arrive, unless this one `may_leave`."""
         self._progress()
         self.meets_at = point
         self._wake()
@@ -297,7 +297,7 @@ class RankWatch:
             raise RankError(str(self.failure))
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks of an exception that ends this one, or add to it what another said before. Once."""
+        """Publish an exception that ends this rank, or add an earlier failure of another rank to it. Once."""
         if self._reported:
             return
         self._reported = True
@@ -356,7 +356,7 @@ class RankWatch:
         """Wait for the other ranks unless one failed, and end the watch. Collective.
 
         Raises:
-            RankError: Another rank failed and this one has not raised yet, or a rank did not come in time.
+            RankError: Another rank failed and this one has not raised yet, or a rank did not arrive in time.
             BaseException: The `stop_exception`, if a stop was requested too late for a batch to notice.
         """
         with self._changed:
@@ -401,7 +401,7 @@ class RankWatch:
         atexit.unregister(self._be_silent)
 
     def _be_silent(self) -> None:
-        """Silence the thread at exit: inside the store when the interpreter goes, it would abort the process."""
+        """Silence the thread at exit: it would abort the process if the interpreter ended during a store call."""
         is_free = self._talking.acquire(timeout=self._patience)  # it is not where the store does not answer
         if is_free and self._counted and not (self._closed or self._left):
             with suppress(RuntimeError, ValueError):  # the store has gone, or no rank wrote what is there
@@ -462,7 +462,7 @@ class RankWatch:
             self._fail(Failure.from_store("failure", self._store.get("failure")))
 
     def _publish(self, failure: Failure) -> None:
-        """Tell all ranks, unless there was another failure before."""
+        """Publish a failure to all ranks, unless there was an earlier one."""
         self._fail(Failure.from_store("failure", self._store.compare_set("failure", "", failure.to_store())))
 
     def _count_who_heard(self) -> None:

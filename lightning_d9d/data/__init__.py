@@ -1,11 +1,11 @@
-"""Files and datasets that batches are read from.
+"""Files and datasets from which batches are read.
 
-`token_files.py` reads and writes files of tokens, `token_rows.py` makes rows and mixtures of them, and
-`permutation.py` shuffles without memory. `records.py` reads JSON lines, tables and saved datasets. `documents.py` finds
-texts in them, and `chat_files.py` chats. `shards.py` has datasets around others. `chat_masks.py` makes tokens of chats,
-`samples.py` keeps these, and `chat_cache.py` does so in files of
-`cache.py`. `packing.py` says which samples are in a row, and `epoch_sampler.py` deals rows out to
-data ranks. `resume.py`: going on in the middle of an epoch; `workers.py`: random numbers.
+`token_files.py` reads and writes token files, `token_rows.py` makes rows and mixtures of them, and `permutation.py`
+shuffles without memory. `records.py` reads JSON lines, tables and saved datasets. `documents.py` finds texts in them,
+and `chat_files.py` chats. `shards.py` has datasets that wrap others. `chat_masks.py` makes tokens of chats,
+`samples.py` stores them, and `chat_cache.py` keeps them in files of `cache.py`. `packing.py` assigns samples to rows,
+and `epoch_sampler.py` distributes rows over data ranks. `resume.py`: resuming in the middle of an epoch; `workers.py`:
+random numbers.
 """
 
 from lightning_d9d.data.chat_cache import TokenizedChats, tokenized_chats

@@ -1,7 +1,7 @@
 """Files that are made once for all ranks of a machine, or of all machines that share a folder, and kept for later runs.
 
-One rank makes the file, while all ranks tell each other in short turns that they live. So the others wait as long as it
-makes progress, however large the data are, and what fails there fails on all.
+One rank makes the file, while all ranks signal each other at short intervals that they are alive. So the others wait as
+long as it makes progress, however large the data are, and a failure there fails on all ranks.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from lightning_d9d.errors import ConfigError, RankError, printable, reason
 from lightning_d9d.mesh.agreement import Ranks
 
 VARIABLE = "LIGHTNING_D9D_CACHE"
-"""The environment variable that names the folder where no setting does."""
+"""The environment variable that names the folder if no setting does."""
 _TURN_SECONDS = 5.0
-"""Ranks hear of each other at least so often."""
+"""Ranks signal each other at least this often."""
 SILENT_SECONDS = 7200.0
 """The longest time that a rank may make a file without progress."""
 _CHUNK = 1 << 24
 _SETTLED_NS = 2_000_000_000
-"""How long before it was hashed a file was written to, at least: later writes could leave it the same times."""
+"""Minimum age of a file when it is hashed: a later write could leave its times unchanged."""
 
 Progress = Callable[[], None]
-"""Called by what makes a file whenever it is a little further."""
+"""A function that is called whenever the making of a file has advanced."""
 
 
 def folder_of_cache(given: str | Path | None) -> Path:
-    """Return the folder of files that are kept: a given one, that of the environment, or the user's own. Local."""
+    """Return the folder of kept files: a given one, that of the environment, or the user's own. Local."""
     if given is not None:
         return Path(given).expanduser()
     if named := os.environ.get(VARIABLE):
@@ -48,19 +48,21 @@ def folder_of_cache(given: str | Path | None) -> Path:
 def made_once(
     folder: Path, name: Callable[[Progress], str], make: Callable[[Path, Progress], None], ranks: Ranks
 ) -> Path:
-    """Return a file that is made unless the folder has it. Collective over `ranks`.
+    """Return a file, which is made unless the folder has it. Collective over `ranks`.
 
-    The first rank makes it. Where others do not see it, as the folder is not shared, the first rank of each machine
-    makes it there.
+    The first rank makes it. If other ranks do not see it, because the folder is not shared, the first rank of each
+    machine makes it there.
 
     Args:
-        folder: Where it is kept.
-        name: Returns its name, which follows from all that the file follows from. Called where it is made only.
-        make: Makes the file of a path, all at once, unless it is there and whole.
-        ranks: Who needs it.
+        folder: The folder.
+        name: Returns the file's name, which must follow from everything that determines its content. Called only where
+            the file is made.
+        make: Makes the file at a path, all at once, unless it exists and is whole.
+        ranks: The ranks that need it.
 
     Raises:
-        ConfigError: Some rank failed, machines have other sources, or the folder cannot be written to. The same on all.
+        ConfigError: Some rank failed, machines have different sources, or the folder cannot be written. The error is
+            the same on all ranks.
         RankError: A rank made no progress for `SILENT_SECONDS`.
     """
 
@@ -82,7 +84,7 @@ def made_once(
         if not without:
             return folder / agreed
         if again := made_by.intersection(without):
-            raise ConfigError(f"rank {min(again)} has made {folder / agreed} and does not find it; give another folder")
+            raise ConfigError(f"rank {min(again)} has made {folder / agreed} but does not find it; set another folder")
         makers = [
             next(rank for rank in without if seen[rank][0] == host)
             for host in dict.fromkeys(seen[rank][0] for rank in without)
@@ -97,7 +99,7 @@ def made_once(
 
 
 def _run_on(makers: Sequence[int], work: Callable[[Progress], str], ranks: Ranks) -> list[str | None]:
-    """Return what work returns on some ranks, and None for the others. Collective."""
+    """Return the results of work on some ranks, and None on the others. Collective."""
     if ranks.alone:
         return [work(lambda: None)]
     job = _Job(work) if ranks.rank in makers else None
@@ -114,7 +116,7 @@ def _run_on(makers: Sequence[int], work: Callable[[Progress], str], ranks: Ranks
 
 
 class _Job:
-    """Work in a thread of its own, which ends with the process."""
+    """Work in a separate thread, which ends with the process."""
 
     def __init__(self, work: Callable[[Progress], str]) -> None:
         self._work = work
@@ -125,12 +127,12 @@ class _Job:
         self._thread.start()
 
     def is_busy(self, seconds: float) -> bool:
-        """Wait a while for the end; return whether it is still to come."""
+        """Wait for a while, and return whether the work is still running."""
         self._thread.join(seconds)
         return self._thread.is_alive() and time.monotonic() - self._progress < SILENT_SECONDS
 
     def result(self) -> str | None:
-        """Return what the work has returned, or raise what it has raised."""
+        """Return the result of the work, or raise its error."""
         if self._thread.is_alive():
             raise RankError(f"the preparation of data has made no progress for {SILENT_SECONDS:.0f} seconds")
         if self._error is not None:
@@ -148,18 +150,18 @@ class _Job:
 
 
 def digest_of_files(paths: Sequence[str | Path], folder: Path, tell: Progress) -> str:
-    """Return a hash of what files have in them, those of directories in the order of their names. Local.
+    """Return a hash of the content of files; files of directories are taken in the order of their names. Local.
 
-    A file that was hashed before is not read again while its size, its times and its inode stay. The time of its entry
-    (`ctime`) is one of them, which no program can set. Hashes are kept in the folder `digests`.
+    A file that was hashed before is not read again as long as its size, its times and its inode stay the same. Its
+    change time (`ctime`) is one of them, which no program can set. Hashes are kept in the folder `digests`.
 
     Args:
         paths: Files and directories.
-        folder: Keeps the hashes of files.
-        tell: Called whenever a little more was read.
+        folder: Folder that keeps the hashes of files.
+        tell: Called whenever more has been read.
 
     Raises:
-        ConfigError: A file cannot be read, or the folder cannot be written to.
+        ConfigError: A file cannot be read, or the folder cannot be written.
     """
     digest = hashlib.sha256()
     for path in map(Path, paths):
@@ -196,14 +198,16 @@ def _digest_of_file(path: Path, folder: Path, tell: Progress) -> bytes:
 
 
 def _stamp(file: BinaryIO) -> list[int]:
-    """Return what differs whenever somebody has written to a file."""
+    """Return a value that changes whenever the file is written."""
     found = os.fstat(file.fileno())
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name beside a path, whose file gets the path's name at the end of the block if nothing is raised. Local.
+    """Yield a temporary name beside a path; its file gets the path's name at the end of the block if nothing is raised.
+
+    Local.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -219,7 +223,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(path: Path, tell: Progress) -> Iterator[None]:
-    """Wait until no other job makes the file. The lock of a process ends with it, in whatever way."""
+    """Wait until no other job makes the file. The lock of a process ends with the process, however it ends."""
     with _writable(path.parent):
         lock = path.open("wb")
     with lock:
@@ -230,7 +234,7 @@ def _alone(path: Path, tell: Progress) -> Iterator[None]:
 
 
 def _try_lock(file: BinaryIO) -> bool:
-    """Return whether the lock was taken, or the file system has none. Forks of this process do not have it."""
+    """Return whether the lock was taken, or the file system has no locks. Forks of this process do not hold it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -246,6 +250,6 @@ def _writable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{printable(str(folder))} keeps prepared data and cannot be written to: {reason(error)}. Name another "
-            f"folder with cache_folder, or for all runs with the variable {VARIABLE}"
+            f"{printable(str(folder))} keeps prepared data but cannot be written: {reason(error)}. Set another folder "
+            f"with cache_folder, or for all runs with the variable {VARIABLE}"
         ) from error

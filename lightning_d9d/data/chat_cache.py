@@ -1,7 +1,7 @@
 """Chats of files as samples, which are tokenized once and kept in a file.
 
 The file's name follows from the content of the chats, the tokenizer with its template, and the settings. So other data
-have another file. It is torch's own format: a zip whose checksums tell of damage.
+have another file. It has torch's own format: a zip archive whose checksums reveal damage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_d9d.log import logger
 from lightning_d9d.mesh.agreement import Ranks
 
 _VERSION = 1
-"""Raised whenever the same chats give other samples."""
+"""Must be raised whenever the same chats give other samples."""
 
 
 class TokenizedChats(NamedTuple):
@@ -39,24 +39,25 @@ class TokenizedChats(NamedTuple):
 
     samples: Samples
     num_samples: Tensor
-    """How many each chat gave, `[num_chats]` int64."""
+    """The number of samples of each chat, `[num_chats]` int64."""
     report: ChatReport
 
 
 def tokenized_chats(
     files: Sequence[str | Path], tokenizer: Any, max_length: int, folder: Path, ranks: Ranks
 ) -> TokenizedChats:
-    """Tokenize the chats of files, or map those that were tokenized before. Collective over `ranks`.
+    """Tokenize the chats of files, or map samples that were tokenized before. Collective over `ranks`.
 
     Args:
         files: As for `read_chats`.
         tokenizer: As for `ChatTokenizer`.
         max_length: Likewise.
-        folder: Keeps the samples.
-        ranks: Who needs them; one rank of each machine, or of those that share the folder, tokenizes.
+        folder: Folder that keeps the samples.
+        ranks: The ranks that need them; one rank of each machine, or of those that share the folder, tokenizes.
 
     Raises:
-        ConfigError: A chat or a file is not as it must be, or the folder cannot be written to. The same on all ranks.
+        ConfigError: A chat or a file has another form, or the folder cannot be written. The error is the same on all
+            ranks.
     """
     name = partial(_name, files, tokenizer, max_length, folder)
     path = made_once(folder, name, partial(_make, files, tokenizer, max_length), ranks)
@@ -100,7 +101,7 @@ def _make(files: Sequence[str | Path], tokenizer: Any, max_length: int, path: Pa
 
 
 def _tokenized(piece: Piece, tokenize: ChatTokenizer) -> tuple[SampleArrays, list[int], ChatReport]:
-    """Return the samples of a piece, how many each chat gave, and what became of the chats."""
+    """Return the samples of a piece, the number of samples of each chat, and a report on the chats."""
     arrays, num_samples, tokenize.report = SampleArrays(), [], ChatReport()
     for record in read_records(piece):
         samples = tokenize(record.checked(), record.place)

@@ -11,7 +11,7 @@ from lightning_d9d.errors import ConfigError
 
 
 def read_chats(paths: Iterable[str | Path]) -> Iterator[tuple[Place, Any]]:
-    """Yield the chats of files one after the other, each with its place for people. Local.
+    """Yield the chats of files one after the other, each with its place as text. Local.
 
     Args:
         paths: Files of JSON lines (`.jsonl`, `.ndjson`, `.json`), tables (`.parquet`, `.arrow`), or directories that

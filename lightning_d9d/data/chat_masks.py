@@ -1,4 +1,4 @@
-"""Chats as tokens by a tokenizer's chat template, and which of these the assistant has said.
+"""Chats as tokens by a tokenizer's chat template, with marks for the assistant's tokens.
 
 A template may mark what the assistant says (`{% generation %}`). Where it does not, each turn is found in the rendered
 text: it begins where the prompt for it ends, and ends where the chat up to it does. Only turns that close with a token
@@ -20,15 +20,15 @@ from lightning_d9d.errors import ConfigError
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ASSISTANT = "assistant"
 _PROBE = "probeofthisrole"
-"""A word that every template renders as it is."""
+"""A word that every template renders unchanged."""
 
 
 class ChatTokens(NamedTuple):
-    """A chat, or its beginning, that ends with the last token that counts."""
+    """A chat, or its beginning, which ends with the last token that counts."""
 
     input_ids: list[int]
     is_counted: list[bool]
-    """True for each of `input_ids` that the assistant said."""
+    """True for each of `input_ids` that belongs to the assistant."""
 
 
 @dataclass
@@ -38,21 +38,21 @@ class ChatReport:
     chats: int = 0
     samples: int = 0
     split: int = 0
-    """Chats made several samples, as the template renders a turn otherwise once others follow."""
+    """Chats that became several samples, because the template renders a turn differently once others follow."""
     shortened: int = 0
     """Samples without their last turns, which do not fit."""
     too_long: int = 0
-    """Samples left out: not even their first turn that counts fits."""
+    """Samples left out because not even their first turn that counts fits."""
     uncounted: int = 0
-    """Samples left out: none of their tokens counts."""
+    """Samples left out because none of their tokens counts."""
     refused: int = 0
-    """Chats left out: the template raises an error for them."""
+    """Chats left out because the template raises an error for them."""
     broken_turns: int = 0
-    """Turns that do not count: they do not follow their prompt in the text."""
+    """Turns that do not count because they do not follow their prompt in the text."""
     endless_turns: int = 0
-    """Turns that do not count: no end-of-turn token closes them."""
+    """Turns that do not count because no end-of-turn token closes them."""
     rendered_roles: set[str] = field(default_factory=set)
-    """Roles of chats that the template took."""
+    """Roles of chats that the template accepted."""
     refusals: dict[str, str] = field(default_factory=dict)
     """The first refusal of each role, with its place."""
 
@@ -65,24 +65,24 @@ class ChatReport:
         )
 
     def check(self) -> None:
-        """See that chats were usable at all, once all are rendered.
+        """Check that some chats were usable, once all are rendered.
 
         Raises:
-            ConfigError: The template refused every chat that has some role, or no chat gave a sample.
+            ConfigError: The template refused every chat with some role, or no chat gave a sample.
         """
         if unknown := {role: said for role, said in self.refusals.items() if role not in self.rendered_roles}:
             role, said = next(iter(unknown.items()))
             raise ConfigError(
-                f"the chat template takes none of the chats with the role {role!r} ({said}). {_OTHER_TEMPLATE}"
+                f"the chat template accepts none of the chats with the role {role!r} ({said}). {_OTHER_TEMPLATE}"
             )
         if self.samples == 0:
             raise ConfigError(
-                f"no chat can be trained on: {self}. Turns of the assistant must close with a special token "
-                "and fit into a row. Where the template has {% generation %}, its marks must contain that token"
+                f"no chat can be trained on: {self}. Turns of the assistant must close with a special token and fit "
+                "into a row. If the template has {% generation %}, its marks must contain that token"
             )
 
     def __str__(self) -> str:
-        """Return a line for the log, which names what occurred."""
+        """Return a line for the log, which names the numbers that are not 0."""
         rest = {
             "chats split at turns": self.split,
             "samples shortened to whole turns": self.shortened,
@@ -97,28 +97,29 @@ class ChatReport:
 
 
 class _Draft(NamedTuple):
-    """A rendered text with the characters of the assistant's turns."""
+    """A rendered text with the character ranges of the assistant's turns."""
 
     text: str
     turns: list[tuple[int, int]]
 
 
 class ChatTokenizer:
-    """Renders chats and makes tokens of them, of which those of the assistant's turns count. Local.
+    """Renders chats and converts them to tokens; the tokens of the assistant's turns count. Local.
 
     Args:
-        tokenizer: Hugging Face's, a fast one with a chat template.
-        max_length: Most tokens of a sample; longer ones are shortened to the turns that fit. None: any number.
+        tokenizer: A fast tokenizer of Hugging Face with a chat template.
+        max_length: Maximum number of tokens of a sample; longer ones are shortened to the turns that fit. None sets no
+            limit.
 
     Raises:
-        ConfigError: The tokenizer is slow, has no chat template, or has no tokens of its own to close a turn with.
+        ConfigError: The tokenizer is slow, has no chat template, or has no special tokens to close a turn.
     """
 
     def __init__(self, tokenizer: Any, max_length: int | None = None) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
-                f"{type(tokenizer).__name__} does not say where its tokens lie in the text; give a fast tokenizer (a "
-                "directory with tokenizer.json)"
+                f"{type(tokenizer).__name__} does not give the positions of its tokens in the text; use a fast "
+                "tokenizer (a directory with tokenizer.json)"
             )
         self.report = ChatReport()
         """What became of the chats so far."""
@@ -126,7 +127,7 @@ class ChatTokenizer:
         self._max_length = max_length
         self._closing = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
         if not self._closing:
-            raise ConfigError("the tokenizer has no special tokens, so that none can close the assistant's turns")
+            raise ConfigError("the tokenizer has no special tokens, so none can close the assistant's turns")
         if not tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template; put a chat_template.jinja into its directory, such as that of "
@@ -134,15 +135,15 @@ class ChatTokenizer:
             )
 
     def __call__(self, chat: Mapping[str, Any], place: object) -> list[ChatTokens]:
-        """Tokens of a chat: one sample, none, or several where the template makes others of earlier turns.
+        """Return the samples of a chat: one, none, or several if the template renders earlier turns differently.
 
         Args:
-            chat: With `messages`, a list of mappings with `role` and `content`. All other fields of a message are
-                passed on to the template, and so are the chat's `tools`, a list or the JSON of one.
-            place: Where the chat comes from, for people: as text.
+            chat: Mapping with `messages`, a list of mappings with `role` and `content`. All other fields of a message
+                are passed on to the template, and so are the chat's `tools`, a list or the JSON of one.
+            place: The place of the chat, for messages to the user.
 
         Raises:
-            ConfigError: The chat has another form, or the template leaves out what a role says.
+            ConfigError: The chat has another form, or the template leaves out the content of a role.
         """
         messages, tools = _messages_of(chat, place), _tools_of(chat, place)
         self.report.chats += 1
@@ -164,7 +165,7 @@ class ChatTokenizer:
         return kept
 
     def finish(self) -> ChatReport:
-        """Return what became of the chats, once all are rendered.
+        """Return the report on the chats, once all are rendered.
 
         Raises:
             ConfigError: The chats were not usable, see `ChatReport.check`.
@@ -183,7 +184,7 @@ class ChatTokenizer:
         return _MARK.search(self._tokenizer.get_chat_template(None, tools)) is not None
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: object) -> None:
-        """See, at the first chat of each role, that the template renders what it says."""
+        """Check, at the first chat of each role, that the template renders its content."""
         for index, message in enumerate(messages):
             role, content = message["role"], message["content"]
             if role in self.report.rendered_roles or not isinstance(content, str) or not content.strip():
@@ -216,7 +217,7 @@ class ChatTokenizer:
     def _found(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[ChatTokens | None]:
         """Return samples by turns found in the text.
 
-        Turns share a sample as long as the text of a turn begins with that of those before.
+        Turns share a sample as long as the text of a turn begins with that of the turns before it.
         """
         drafts: list[_Draft] = []
         for index, message in enumerate(messages):
@@ -246,7 +247,7 @@ class ChatTokenizer:
     # Tokens
 
     def _sample(self, text: str, encoded: Mapping[str, Any], runs: Iterable[tuple[int, int]]) -> ChatTokens | None:
-        """Tokens up to the last run that closes and fits; None where there is none."""
+        """Return the tokens up to the last run that closes and fits; None if there is none."""
         input_ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
         closed = []
         for first, last in runs:
@@ -275,7 +276,7 @@ def _roles(messages: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def _messages_of(chat: Any, place: object) -> list[dict[str, Any]]:
-    """Return the messages without entries that are None, which tables have in columns that others fill."""
+    """Return the messages without entries that are None, which tables have in columns that other rows use."""
     if not isinstance(chat, Mapping) or "messages" not in chat:
         found = sorted(chat) if isinstance(chat, Mapping) else type(chat).__name__
         raise ConfigError(f"{place} has no 'messages', but {found}; a chat is {_FORM}")

@@ -1,4 +1,4 @@
-"""Documents: the texts in files of text, and in records."""
+"""Documents: Texts in text files and in records."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from lightning_d9d.errors import ConfigError, printable
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """How documents are found in files, by the ends of their names.
+    """How documents are found in files, by their suffixes.
 
     `.jsonl`, `.ndjson` and `.json` are JSON lines. `.parquet` and `.arrow` are tables, which need pyarrow. Directories
     are what `datasets` saved, and all else is UTF-8 text.
 
     Args:
-        column: The field of a JSON line, or the column of a table, that has the text.
-        lines: Whether each line of a text file is a document, rather than the file.
-        skip_invalid: Whether lines and files without UTF-8, JSON or text are left out, rather than an
-            error.
+        column: The field of a JSON line, or the column of a table, with the text.
+        lines: Whether each line of a text file is a document, instead of the whole file.
+        skip_invalid: Whether lines and files without UTF-8, JSON or text are left out instead of raising an error.
     """
 
     column: str = "text"
@@ -39,18 +38,18 @@ class DocumentReader:
     skip_invalid: bool = False
 
     def pieces(self, path: str) -> list[Piece]:
-        """Return the pieces of a file. They have all of its documents in their order.
+        """Return the pieces of a file. The pieces have all of its documents in their order.
 
         Raises:
-            ConfigError: The file cannot be read, is packed, or needs a package that is not installed.
+            ConfigError: The file cannot be read, is compressed, or needs a package that is not installed.
         """
         return pieces_of(path, self.lines or has_records(path))
 
     def read(self, piece: Piece) -> Iterator[str | None]:
-        """Yield the documents of a piece; None for each that is left out as invalid.
+        """Yield the documents of a piece; None for each invalid one that is left out.
 
         Raises:
-            ConfigError: One is invalid. The message has the file and the line or row.
+            ConfigError: A document is invalid. The message has the file and the line or row.
         """
         if has_records(piece.path):
             for record in read_records(piece, self.column):
@@ -85,7 +84,7 @@ class DocumentReader:
 
     def _invalid(self, problem: str, cause: Exception | None = None) -> None:
         if not self.skip_invalid:
-            raise ConfigError(f"{problem}; mend it, or leave out what is invalid with --skip-invalid") from cause
+            raise ConfigError(f"{problem}; correct it, or leave out invalid documents with --skip-invalid") from cause
 
 
 def matching(sources: list[str]) -> list[str]:

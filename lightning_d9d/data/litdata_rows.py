@@ -16,16 +16,16 @@ from lightning_d9d.errors import ConfigError, reason
 
 
 class LitDataRows(Dataset[dict[str, Tensor]]):
-    """Rows of `sequence_length` tokens, each from a block of one more, as litdata's `TokensLoader` gives them.
+    """Rows of `sequence_length` tokens, each from a block of one more token, in the form of litdata's `TokensLoader`.
 
-    Items are those of `TokenRows`. Blocks do not share tokens: the first token of each is predicted nowhere.
+    Items are those of `TokenRows`. Blocks do not share tokens: the first token of each block is never predicted.
 
     Args:
-        folder: With `index.json` and chunks, as `litdata.optimize(..., item_loader=TokensLoader())` writes them.
+        folder: Folder with `index.json` and chunks, as `litdata.optimize(..., item_loader=TokensLoader())` writes them.
         sequence_length: Tokens of a row.
-        border: Where documents meet; None if they are not kept apart.
-        vocab_size: Of the model; ids are checked as rows are read. None: they are not.
-        blocks: Which of the folder's blocks these are; None for all.
+        border: The token that separates documents; None if they are not separated.
+        vocab_size: Vocabulary of the model; ids are checked as rows are read. None does not check them.
+        blocks: The blocks of the folder that are used; None for all.
 
     Raises:
         ConfigError: The folder has no index of such chunks, or litdata is not installed.
@@ -74,12 +74,12 @@ def is_litdata(path: str) -> bool:
 
 
 def _tokens_of_chunks(folder: str) -> list[int]:
-    """Return how many tokens each chunk has."""
+    """Return the number of tokens of each chunk."""
     path = Path(folder).expanduser() / "index.json"
     try:
         return [int(chunk["dim"]) for chunk in json.loads(path.read_text(encoding="utf-8"))["chunks"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} does not tell the tokens of chunks ({type(error).__name__}: {reason(error)}); write the folder "
+            f"{path} does not give the tokens of chunks ({type(error).__name__}: {reason(error)}); write the folder "
             "with litdata.optimize(..., item_loader=TokensLoader())"
         ) from error

@@ -1,6 +1,6 @@
-"""Samples of different lengths in rows of one length: several in a row, or padded beside others of their length.
+"""Samples of different lengths in rows of one length: several in a row, or padded beside others of similar length.
 
-The orders here are functions of a seed and an epoch. `EpochSampler` deals them out to data ranks.
+The orders here are functions of a seed and an epoch. `EpochSampler` distributes them over data ranks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.linear_cross_entropy import IGNORED
 
 _POOL = 64
-"""Groups of rows that are sorted by length together: more make lengths in a group more alike."""
+"""Number of groups of rows that are sorted by length together: a larger number makes lengths in a group more alike."""
 
 
 class PackedOrder:
-    """Rows of several samples each, packed by best fit, in an order of each epoch. Local.
+    """Rows of several samples each, packed by best fit, in a different order in each epoch. Local.
 
     Samples are taken from the longest to the shortest. Each goes into the row that has the least space among those in
-    which it fits, or into a new one. Samples of equal length change places in each epoch, and so do rows.
+    which it fits, or into a new one. Samples of equal length are exchanged in each epoch, and rows are shuffled.
 
     Args:
-        lengths: Tokens of each sample.
+        lengths: Number of tokens of each sample.
         row_length: Tokens of a row.
 
     Raises:
@@ -35,7 +35,7 @@ class PackedOrder:
     def __init__(self, lengths: Sequence[int], row_length: int) -> None:
         if (longest := max(lengths, default=0)) > row_length:
             raise ConfigError(
-                f"a sample has {longest} tokens, but a row only {row_length}; make rows longer, or leave it out"
+                f"a sample has {longest} tokens, but a row only {row_length}; make rows longer, or leave the sample out"
             )
         self.description = {"row_length": row_length}
         self._lengths = torch.tensor(lengths, dtype=torch.int64)
@@ -56,8 +56,8 @@ class GroupedOrder:
     """Rows of one sample each, in groups of similar length. Local.
 
     Args:
-        lengths: Tokens of each sample.
-        group_size: Rows of a group, such as those of an optimizer step on all data ranks.
+        lengths: Number of tokens of each sample.
+        group_size: Number of rows in a group, such as the rows of an optimizer step on all data ranks.
     """
 
     def __init__(self, lengths: Sequence[int], group_size: int) -> None:
@@ -80,10 +80,10 @@ class GroupedOrder:
 
 
 def packed_row(samples: Sequence[tuple[Tensor, Tensor]], row_length: int, padding_id: int = 0) -> dict[str, Tensor]:
-    """Return a row of whole samples, as `Qwen3MoePretraining` takes it; what is left at its end is padding.
+    """Return a row of whole samples, as `Qwen3MoePretraining` takes it; the rest of the row is padding.
 
     Args:
-        samples: `input_ids` and shifted `labels` of each, `[length]` integers.
+        samples: `input_ids` and shifted `labels` of each sample, `[length]` integers.
         row_length: Tokens of the row.
         padding_id: Token of the padding.
 
@@ -112,8 +112,8 @@ def padded_rows(
     """Return rows of one sample each, padded on the right to the longest. No token of a sample sees the padding.
 
     Args:
-        samples: `input_ids` and shifted `labels` of each, `[length]` integers.
-        multiple: The number of tokens in a row is rounded up to a multiple of it.
+        samples: `input_ids` and shifted `labels` of each sample, `[length]` integers.
+        multiple: The number of tokens in a row is rounded up to a multiple of this.
         padding_id: Token of the padding.
 
     Returns:
@@ -126,7 +126,7 @@ def padded_rows(
 
 
 def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Return the rows of lengths that never grow: of each, the places in `lengths`."""
+    """Return for each row the places of its samples in `lengths`, which must not increase."""
     rows: list[list[int]] = []
     by_space: dict[int, list[int]] = {}
     spaces: list[int] = []
@@ -149,7 +149,7 @@ def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def _by_length(samples: Tensor, lengths: Tensor) -> Tensor:
-    """Put the longest first; samples of equal length stay in their order."""
+    """Return an order with the longest first; samples of equal length stay in their order."""
     return samples[lengths[samples].argsort(descending=True, stable=True)]
 
 

@@ -1,4 +1,4 @@
-"""Random orders that take no memory: where a sample stands in an epoch is computed when it is asked for."""
+"""Random orders that take no memory: a sample's place in an epoch is computed when it is needed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_d9d.ops.philox import WORD, philox
 _ROUNDS = 8
 """Rounds of the network; four are the fewest that look random (Luby and Rackoff, 1988), and small sizes need more."""
 _CHUNK = 4096
-"""Places whose samples are computed together."""
+"""Number of places whose samples are computed together."""
 
 
 def permuted(places: Tensor, size: int, key: Tensor) -> Tensor:
-    """Return what a random permutation of `range(size)` has at some places. Local; equal on every machine.
+    """Return the values of a random permutation of `range(size)` at some places. Local; equal on every machine.
 
-    It is a Feistel network on a rectangle of about `size` numbers, whose rounds add words of Philox. Numbers outside
-    of the range are permuted again until they are inside (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    It is a Feistel network on a rectangle of about `size` numbers, whose rounds add words of Philox. Numbers outside of
+    the range are permuted again until they are inside (Black and Rogaway, "Ciphers with arbitrary finite domains",
     2002).
 
     Args:
         places: Integers from 0 to `size - 1`, any shape, int64.
         size: At least 1, at most 2**62.
-        key: Which permutation, two words below 2**32, int64 `[2]`.
+        key: Key of the permutation: two words below 2**32, int64 `[2]`.
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)
@@ -55,7 +55,7 @@ class PermutedOrder:
     The sample `i` of epoch `e` has the index `e * num_samples + i`, so that a dataset knows in which epoch it is read.
 
     Args:
-        num_samples: Of an epoch.
+        num_samples: Number of samples of an epoch.
     """
 
     def __init__(self, num_samples: int) -> None:
@@ -74,10 +74,10 @@ class PermutedEpoch(Sequence[int]):
     """The samples of one epoch of a `PermutedOrder`. Slices are of this class, too, and compute nothing.
 
     Args:
-        num_samples: Of the epoch.
-        seed: Of the order.
-        epoch: From 0; each has its own order.
-        places: Which places of the order these are.
+        num_samples: Number of samples of the epoch.
+        seed: Seed of the order.
+        epoch: Epoch, from 0; each has its own order.
+        places: Places of the order that this slice has.
     """
 
     def __init__(self, num_samples: int, seed: int, epoch: int, places: range) -> None:

@@ -1,4 +1,4 @@
-"""Work in several processes that begin with what this one has imported and read."""
+"""Work in several processes that start with the imports and data of this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def num_processes_here() -> int:
-    """Return how many processes may work at the same time: one for each CPU, or 1 where none can be forked."""
+    """Return how many processes may work at the same time: one for each CPU, or 1 if processes cannot be forked."""
     if sys.platform != "linux" or multiprocessing.current_process().daemon:
         return 1
     return len(os.sched_getaffinity(0))
@@ -28,16 +28,16 @@ def num_processes_here() -> int:
 def map_in_processes(
     function: Callable[[T], R], items: Iterable[T], num_processes: int, begin: Callable[[], Any] | None = None
 ) -> Iterator[R]:
-    """Yield what a function returns for each item, in their order.
+    """Yield the result of a function for each item, in their order.
 
     Args:
-        function: Of a module, as the items and what it returns go from process to process.
-        items: All of them are handed out at once.
-        num_processes: 1 works in this one.
+        function: Function of a module, because items and results are sent between processes.
+        items: All items are handed out at once.
+        num_processes: Number of processes; 1 works in this process.
         begin: Called once in each process before its first item.
 
     Raises:
-        ConfigError: A process died. What `function` raises in one is raised here.
+        ConfigError: A process died. An error of `function` in another process is raised here.
     """
     items = list(items)
     if min(num_processes, len(items)) <= 1:
@@ -54,8 +54,8 @@ def map_in_processes(
                 yield futures.pop(0).result()
         except BrokenProcessPool as error:
             raise ConfigError(
-                "a process that tokenized has died, for lack of memory perhaps; run the same again with fewer "
-                "processes (--processes): it goes on where it was"
+                "a process that tokenized has died, perhaps for lack of memory. Run the same command again with fewer "
+                "processes (--processes): it resumes where it was"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -69,7 +69,7 @@ def _begin(begin: Callable[[], Any] | None) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent was killed, for which a pool's process would wait for ever."""
+    """End this process when its parent is killed; a pool's process would wait for ever."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -25,13 +25,13 @@ _ALTERNATIVE = ", or write JSON lines"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: bytes in whose range lines begin, groups of a table's rows, or rows of a saved dataset.
+    """A part of a file: a range of bytes in which lines begin, groups of a table's rows, or rows of a saved dataset.
 
     Args:
         path: The file or directory.
         start: The first byte, group or row.
-        stop: One behind the last.
-        num_bytes: What it takes on the disk, for the progress.
+        stop: The end: one after the last byte, group or row.
+        num_bytes: Bytes on the disk, for the progress.
     """
 
     path: str
@@ -42,13 +42,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record is; as text, the file and the number of the line or row for people.
+    """The place of a record; as text, the file and the number of the line or row.
 
     Args:
         path: The file or directory.
         line_at: The byte at which its line begins; None in tables.
-        row: In its group, from 0.
-        group: Of a table's rows; None where there are none.
+        row: Index of the row in its group, from 0.
+        group: Group of a table's rows; None if there is none.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Place:
 
 
 class Record(NamedTuple):
-    """A value of a file, or why there is none."""
+    """A value of a file, or the reason why it is missing."""
 
     place: Place
     value: Any
@@ -73,14 +73,14 @@ class Record(NamedTuple):
         """Return the value.
 
         Raises:
-            ConfigError: Its line is not JSON.
+            ConfigError: The line is not JSON.
         """
         if self.problem is not None:
-            raise ConfigError(f"{self.said_problem()}; mend the line, or leave it out") from self.problem
+            raise ConfigError(f"{self.said_problem()}; correct the line, or leave it out") from self.problem
         return self.value
 
     def said_problem(self) -> str:
-        """Return what is wrong with the line, with its place."""
+        """Return the problem of the line, with its place."""
         return f"{self.place} is not JSON: {getattr(self.problem, 'msg', None) or reason(self.problem)}"  # type: ignore[arg-type]
 
 
@@ -95,20 +95,20 @@ def has_records(path: str | Path) -> bool:
 
 
 def pieces_of(path: str, by_lines: bool = True) -> list[Piece]:
-    """Return the pieces of a file or directory. They have all of its records in their order. Local.
+    """Return the pieces of a file or directory. The pieces have all of its records in their order. Local.
 
     Args:
         path: A file, or a directory that `datasets` saved.
-        by_lines: Whether a file other than a table is divided where lines begin, rather than one piece.
+        by_lines: Whether a file other than a table is divided at lines, instead of being one piece.
 
     Raises:
-        ConfigError: The file cannot be read, is packed, or needs a package that is not installed.
+        ConfigError: The file cannot be read, is compressed, or needs a package that is not installed.
     """
     if Path(path).is_dir():
         return _pieces_of_saved(path)
     suffix = Path(path).suffix
     if suffix in _PACKED:
-        raise ConfigError(f"{path} is packed; unpack it first")
+        raise ConfigError(f"{path} is compressed; decompress it first")
     try:
         size = Path(path).stat().st_size
         with open(path, "rb"):
@@ -129,7 +129,7 @@ def read_records(piece: Piece, column: str | None = None) -> Iterator[Record]:
 
     Args:
         piece: Of `pieces_of`.
-        column: The one column of a table that is read; records are then mappings of it alone. None: all.
+        column: The only column of a table that is read; records are then mappings with this key. None: all.
 
     Raises:
         ConfigError: A table cannot be read, or has no such column.
@@ -149,7 +149,7 @@ def read_records(piece: Piece, column: str | None = None) -> Iterator[Record]:
 
 
 def read_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in a piece, and at which byte."""
+    """Yield the lines that begin in a piece, and the byte at which each begins."""
     with open(piece.path, "rb") as file:
         if piece.start:
             file.seek(piece.start - 1)
@@ -268,4 +268,4 @@ class _Table:
 
 def _check_column(path: str, column: str, columns: Sequence[str]) -> None:
     if column not in columns:
-        raise ConfigError(f"{path} has no column {column!r} but {', '.join(columns)}; name another column (--column)")
+        raise ConfigError(f"{path} has no column {column!r}, but {', '.join(columns)}; name another column (--column)")

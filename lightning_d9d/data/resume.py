@@ -1,4 +1,4 @@
-"""Loaders resume in the middle of an epoch; map-style ones do not read again what was read.
+"""Loaders that resume in the middle of an epoch; map-style ones do not read old samples again.
 
 On as many data ranks as before, each resumes its own order. If the number of ranks or the batch size has changed, the
 unread part of the epoch's order is redistributed.
@@ -22,7 +22,7 @@ from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.seeds import random_state, set_random_state
 
 _ORDERED = (SequentialSampler, DistributedSampler, EpochSampler)
-"""Samplers whose order follows from the epoch, and from a seed."""
+"""Samplers whose order the epoch and a seed determine."""
 _CPU = torch.device("cpu")
 _FROM_THE_START: dict[str, Any] = {
     **{"num_read": 0, "num_batches": 0, "num_ranks": 1, "seeds": [], "global": None, "own": [], "order": None}
@@ -30,7 +30,7 @@ _FROM_THE_START: dict[str, Any] = {
 
 
 class DataRank(NamedTuple):
-    """Which of the data ranks a loader reads for."""
+    """The data rank for which a loader reads."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -40,17 +40,17 @@ ALONE = DataRank()
 
 
 class ResumableSampler:
-    """A sampler, or batch sampler, that can leave out what an earlier run drew in the same epoch.
+    """A sampler, or batch sampler, that can skip the indices that an earlier run drew in the same epoch.
 
-    Samplers that shuffle draw from torch generators of their own, or from the global ones (torch, NumPy, Python), when
-    an epoch begins. The states at that moment belong to the place in the epoch: drawing from them again gives the same
-    order. Between epochs it is the states of own generators, from which the next epoch draws; the global ones are for
-    whoever saves to keep.
+    Samplers that shuffle draw from their own torch generators, or from the global ones (torch, NumPy, Python), when an
+    epoch begins. The states of the generators at that moment belong to the place in the epoch: drawing from them again
+    gives the same order. Between epochs the states of a sampler's own generators are saved, from which the next epoch
+    draws. The global ones must be kept by the caller.
 
     Args:
-        sampler: What a DataLoader takes its indices, or lists of indices, from.
-        num_read: How many of these the current pass has used so far; 0 between epochs.
-        data_rank: Which samples these are.
+        sampler: Source of a DataLoader's indices, or lists of indices.
+        num_read: Number of indices that the current pass has used; 0 between epochs.
+        data_rank: The samples that the indices refer to.
     """
 
     def __init__(self, sampler: Any, num_read: Callable[[], int], data_rank: DataRank = ALONE) -> None:
@@ -85,7 +85,7 @@ class ResumableSampler:
         yield from indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the epoch and the source of its order; between epochs, the source of the next one's."""
+        """Return the place in the epoch and the source of its order; between epochs, the source of the next order."""
         about: dict[str, Any] = {"num_batches": len(self), "num_ranks": self._data_rank.num_ranks}
         about["seeds"] = [sampler.seed for sampler in _seeded(self._order)]
         if num_read := self._num_read():
@@ -97,8 +97,8 @@ class ResumableSampler:
         """Resume the next iteration where `state_dict` was taken, on this data rank or on the first of others.
 
         Raises:
-            StateError: Another number of data ranks goes on in the middle of an epoch, and nobody knows how samples
-                are dealt out to them.
+            StateError: Another number of data ranks resumes in the middle of an epoch, and the distribution of samples
+                over them is unknown.
         """
         state, ranks = state_dict, self._data_rank.num_ranks
         own, saved = _description(self._order, ranks), state["order"]
@@ -117,13 +117,13 @@ class ResumableSampler:
 
     @property
     def resumes_at(self) -> int | None:
-        """How many batches the loaded place is from the beginning of an epoch; None if that is what was saved."""
+        """Number of batches from the beginning of the epoch to the loaded place; None if that is what was saved."""
         return None if self._resumed is None or "dealt" not in self._resumed else self._resumed["num_read"]
 
     def _redistributed(
         self, state: Mapping[str, Any], saved: Mapping[str, Any], own: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Return the state with this rank's part of the epoch's order, unless that follows from its sampler."""
+        """Return the state with this rank's part of the epoch's order, unless the sampler determines that part."""
         if own is None:
             raise StateError(_refusal(state["num_ranks"], self._data_rank.num_ranks))
         dealt = {**saved, **{key: own[key] for key in ("num_ranks", "batch_size", "drop_last", "drops_rest")}}
@@ -136,7 +136,7 @@ class ResumableSampler:
         return {**state, "num_read": place, "dealt": {**dealt, "first_batch": place}}
 
     def _share(self, order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor]) -> Sequence[Any]:
-        """Return this rank's samples from `first_sample` on; all ranks have as many."""
+        """Return this rank's samples from `first_sample` on; all ranks have equally many."""
         num_ranks = order["num_ranks"]
         if order["kind"] == "epoch":
             sampler: Any = self._order.sampler if type(self._order) is BatchSampler else self._order
@@ -152,7 +152,7 @@ class ResumableSampler:
 
     @contextmanager
     def _drawing_from(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Let the body draw the order from `state`, or from the generators as they are; remember their states."""
+        """Make the body draw the order from `state`, or from the generators as they are; remember their states."""
         if not _draws(self._order):
             yield
             return
@@ -173,13 +173,13 @@ def make_resumable(
     """Give a map-style DataLoader a `state_dict` and a `load_state_dict`, in place.
 
     Args:
-        loader: Without these methods.
-        num_read: How many batches the current epoch has used so far; 0 between epochs. A shorter loader begins again,
-            and its place is counted from that beginning. A loader just read to its end is at its end.
-        data_rank: For which of the data ranks it reads.
+        loader: DataLoader without these methods.
+        num_read: Number of batches that the current epoch has used; 0 between epochs. A shorter loader begins again,
+            and its place is counted from that beginning. A loader that has just been read to its end is at its end.
+        data_rank: The data rank for which it reads.
 
     Returns:
-        What takes them away again.
+        A function that removes these methods.
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     original = getattr(loader, name)
@@ -197,16 +197,16 @@ def make_resumable(
 def make_replayed(loader: Any, num_read: Callable[[], int], data_rank: DataRank = ALONE) -> Callable[[], None]:
     """Give an iterable without a state of its own a `state_dict` and a `load_state_dict`, in place.
 
-    It goes on by reading again what was read, and leaving it out: that is exact where it gives the same batches again.
-    Worker processes get the seeds that they had.
+    The iterable resumes by reading the old batches again and dropping them: the result is exact if it yields the same
+    batches again. Worker processes get the seeds that they had.
 
     Args:
-        loader: Without these methods; a DataLoader, or of another class written in Python.
-        num_read: How many batches the current epoch has used so far; 0 between epochs.
-        data_rank: For which of the data ranks it reads.
+        loader: Loader without these methods; a DataLoader, or an object of another class written in Python.
+        num_read: Number of batches that the current epoch has used; 0 between epochs.
+        data_rank: The data rank for which it reads.
 
     Returns:
-        What takes them away again.
+        A function that removes these methods.
     """
     kind, before = type(loader), None
     skipped: Mapping[str, Any] = _FROM_THE_START
@@ -248,25 +248,27 @@ def make_replayed(loader: Any, num_read: Callable[[], int], data_rank: DataRank 
 
 
 def end_resuming(loader: Any) -> None:
-    """Let the next epoch of litdata's `StreamingDataLoader` begin at its beginning; does nothing for others. Local.
+    """Make the next epoch of litdata's `StreamingDataLoader` begin at its beginning; other loaders are left alone.
 
-    Such a loader goes on from the state that it was given in each epoch, until it was asked for a batch behind the
-    last. Lightning does not ask, as it knows the number of batches.
+    Local.
+
+    Such a loader resumes from the state that it was given in each epoch, until it is asked for a batch after the last
+    one. Lightning does not ask for that batch, because it knows the number of batches.
 
     Args:
-        loader: Any, which has been read in the epoch that a state was loaded for.
+        loader: Any loader, which has been read in the epoch for which a state was loaded.
     """
     if getattr(loader, "restore", None) is True:
         loader.restore = False
 
 
 def is_replayed(loader: object) -> bool:
-    """Return whether `make_replayed` took the loader."""
+    """Return whether `make_replayed` changed the loader."""
     return getattr(loader, "replays_batches", False)
 
 
 def can_replay(loader: object) -> bool:
-    """Return whether `make_replayed` takes the loader."""
+    """Return whether `make_replayed` can change the loader."""
     return not hasattr(loader, "load_state_dict") and hasattr(loader, "__dict__") and hasattr(type(loader), "__iter__")
 
 
@@ -282,12 +284,12 @@ def without_resuming(sampler: Any) -> Any:
 
 
 def is_place_of_sampler(state: object) -> bool:
-    """Return whether this is a state of a `ResumableSampler`."""
+    """Return whether a state is one of a `ResumableSampler`."""
     return isinstance(state, Mapping) and state.keys() == _FROM_THE_START.keys()
 
 
 def can_resume_by_sampler(loader: object) -> bool:
-    """Return whether this is a map-style DataLoader without a way of its own to resume."""
+    """Return whether a loader is a map-style DataLoader without its own way to resume."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     try:
@@ -302,7 +304,7 @@ def _place_in_pass(num_read: int, length: int) -> int:
 
 
 def _draws(sampler: Any) -> bool:
-    """Return whether its order may follow from random numbers."""
+    """Return whether the order of a sampler may follow from random numbers."""
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return type(sampler) not in _ORDERED
@@ -337,7 +339,7 @@ def _set_states(sampler: Any, states: list[Tensor]) -> None:
 
 
 def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
-    """Return what decides an epoch's order over all data ranks, with the random state; None if not known."""
+    """Return the values that decide an epoch's order over all data ranks, with the random state; None if unknown."""
     batches = sampler if type(sampler) is BatchSampler else None
     sampler = sampler if batches is None else batches.sampler
     common = {
@@ -363,7 +365,7 @@ def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
 
 
 def _of_data(order: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what differs where an order is not of the same rows."""
+    """Return values that differ if two orders are of different rows."""
     return order["num_samples"], order.get("order")
 
 
@@ -392,7 +394,7 @@ def _num_batches(order: Mapping[str, Any], share: Sequence[Any]) -> int:
 
 
 def _batches(order: Mapping[str, Any], share: Sequence[Any], first: int) -> Iterator[list[Any]]:
-    """Yield the batches of a rank's samples, from one of them on."""
+    """Yield the batches of a rank's samples, beginning with one of them."""
     size = order["batch_size"]
     samples = iter(share[first * size :])
     for _ in range(first, _num_batches(order, share)):

@@ -17,11 +17,11 @@ from lightning_d9d.ops.linear_cross_entropy import IGNORED
 class Samples(Sequence[tuple[Tensor, Tensor]]):
     """Samples in arrays that worker processes share: 5 bytes a token.
 
-    Item `i` has the `input_ids` and `labels` of sample `i`, `[length]` int64. A label is the token one place further
-    on if that counts, else -100; the last token of a sample is a label only.
+    Item `i` has the `input_ids` and `labels` of sample `i`, `[length]` int64. A label is the token one place further on
+    if that token counts, else -100; the last token of a sample is only a label.
 
     Args:
-        samples: At least two tokens each.
+        samples: Each sample has at least two tokens.
     """
 
     def __init__(self, samples: Iterable[ChatTokens]) -> None:
@@ -34,11 +34,11 @@ class Samples(Sequence[tuple[Tensor, Tensor]]):
 
     @classmethod
     def of(cls, tokens: Tensor, is_counted: Tensor, lengths: Tensor) -> Samples:
-        """Return the samples of arrays.
+        """Make samples of arrays.
 
         Args:
-            tokens: Of all samples, one behind the other, `[num_tokens]` int32.
-            is_counted: For each of them, bool.
+            tokens: Tokens of all samples, one after the other, `[num_tokens]` int32.
+            is_counted: Whether each of them counts, bool.
             lengths: Tokens of each sample, `[num_samples]` int64.
         """
         found = cls(())
@@ -59,12 +59,12 @@ class Samples(Sequence[tuple[Tensor, Tensor]]):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample that are read."""
+        """Number of tokens that are read of each sample."""
         return (self._ends - self._starts - 1).tolist()
 
     @property
     def num_counted(self) -> int:
-        """The tokens of all samples that count."""
+        """The number of tokens of all samples that count."""
         return sum(int((self[index][1] != IGNORED).sum()) for index in range(len(self)))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -76,7 +76,7 @@ class Samples(Sequence[tuple[Tensor, Tensor]]):
 
 
 class SampleArrays:
-    """Samples that are gathered: growing arrays of tokens, marks and lengths, which go from process to process."""
+    """Collects samples in growing arrays of tokens, marks and lengths, which can be sent between processes."""
 
     def __init__(self) -> None:
         self.tokens, self.is_counted, self.lengths = array("i"), bytearray(), array("q")
@@ -88,7 +88,7 @@ class SampleArrays:
         self.lengths.append(len(sample.input_ids))
 
     def extend(self, later: SampleArrays) -> None:
-        """Append the samples of others."""
+        """Append the samples of another object."""
         self.tokens.extend(later.tokens)
         self.is_counted.extend(later.is_counted)
         self.lengths.extend(later.lengths)
@@ -103,10 +103,10 @@ class SampleArrays:
 
 
 class PackedRows(Dataset[dict[str, Tensor]]):
-    """Rows of several samples: an item is asked for by the samples that are in it, see `packed_row`.
+    """Rows of several samples: an item is requested by the indices of its samples, see `packed_row`.
 
     Args:
-        samples: All of them.
+        samples: All samples.
         row_length: Tokens of a row.
         padding_id: Token of the padding.
     """
@@ -121,11 +121,11 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
 
 class PaddedRows(Dataset[dict[str, Tensor]]):
-    """Rows of one sample: items are asked for together, and are padded to one length, see `padded_rows`.
+    """Rows of one sample: items are requested together, and are padded to one length, see `padded_rows`.
 
     Args:
-        samples: All of them.
-        multiple: Lengths of rows are multiples of it.
+        samples: All samples.
+        multiple: Lengths of rows are multiples of this.
         padding_id: Token of the padding.
     """
 

@@ -1,4 +1,4 @@
-"""Map-style datasets around others, usable alone: a shard of one, one sorted by length in parts, and padded batches."""
+"""Map-style datasets that wrap others: a shard of one, one sorted by length in parts, and padded batches."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ class SizedDataset(Protocol[T_co]):
 
 
 class SortableDataset(SizedDataset[T_co], Protocol[T_co]):
-    """A map-style dataset that tells how long an item is without reading it."""
+    """A map-style dataset that gives the length of an item without reading it."""
 
     def sort_key(self, index: int, /) -> Any:
-        """Return what items are sorted by, such as a length."""
+        """Return the key by which items are sorted, such as a length."""
         ...
 
 
 class ShardedDataset(Dataset[T_co], Generic[T_co]):
-    """The part of a dataset that one of several shards has, such as a data rank. Together they have each item once.
+    """The part of a dataset that belongs to one of several shards, such as a data rank.
+
+    Together the shards have each item once.
 
     | | item `i` of shard `s` of `S`, for `n` items |
     |---|---|
@@ -40,15 +42,16 @@ class ShardedDataset(Dataset[T_co], Generic[T_co]):
     | `"chunked"` | `s * ceil(n / S) + i` |
 
     Args:
-        dataset: What is divided. If it has `state_dict` and `load_state_dict`, its state is kept with this one's.
-        total_shards: How many there are.
-        current_shard: Which of them this is.
-        indexing_mode: Where its items lie: see the table.
-        pad_to_equal_size_across_shards: Whether all shards have as many items. The dataset's last item stands for those
-            that a shard lacks.
+        dataset: The dataset that is divided. If it has `state_dict` and `load_state_dict`, its state is kept with this
+            one's.
+        total_shards: Number of shards.
+        current_shard: Index of this shard.
+        indexing_mode: Distribution of the items: see the table.
+        pad_to_equal_size_across_shards: Whether all shards have equally many items. The dataset's last item stands for
+            those that a shard lacks.
 
     Raises:
-        ConfigError: The dataset has no length, or no shard or mode is called so.
+        ConfigError: The dataset has no length, or the shard or mode does not exist.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class ShardedDataset(Dataset[T_co], Generic[T_co]):
         self.is_padded = pad_to_equal_size_across_shards
 
     def _places(self) -> range:
-        """Return where this shard's own items lie in the dataset."""
+        """Return the places of this shard's own items in the dataset."""
         num_items, shards, shard = len(self.dataset), self.total_shards, self.current_shard
         if self.indexing_mode == "sequential":
             return range(shard, num_items, shards)
@@ -93,31 +96,31 @@ class ShardedDataset(Dataset[T_co], Generic[T_co]):
         return {"total_shards": self.total_shards, **_inner_state(self.dataset)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the dataset its state. This stays the shard that it is.
+        """Load the dataset's state. The shard itself does not change.
 
         Raises:
-            StateError: The state is of another number of shards.
+            StateError: The state has another number of shards.
         """
         if state_dict["total_shards"] != self.total_shards:
             raise StateError(
-                f"the state is of {state_dict['total_shards']} shards, but there are {self.total_shards}: items lie "
-                "elsewhere; go on with as many"
+                f"the state is of {state_dict['total_shards']} shards, but there are {self.total_shards}, so items "
+                "have other places; resume with as many"
             )
         _load_inner_state(self.dataset, state_dict)
 
 
 class BufferSortedDataset(Dataset[T_co], Generic[T_co]):
-    """A dataset in an order in which neighbours are about equally long, so that batches have little padding.
+    """A dataset in an order in which neighbours have similar lengths, so that batches have little padding.
 
     The items of each `buffer_size` neighbours are sorted, equal ones in random order, and divided into packs. The packs
-    come in random order, and so do the items in each. A last pack that is not full stays last, so that packs are
-    batches. The order follows from seed and epoch alone, whichever items are read before.
+    are in random order, and so are the items in each. A last pack that is not full stays last, so that packs are
+    batches. Only seed and epoch determine the order, whichever items are read before.
 
     Args:
-        base: What is read. If it has `state_dict` and `load_state_dict`, its state is kept with this one's.
-        buffer_size: Items that are sorted together.
-        pack_size: Items of a pack, such as those of a global batch.
-        seed: Of the order, the same on all ranks.
+        base: The dataset to be read. If it has `state_dict` and `load_state_dict`, its state is kept with this one's.
+        buffer_size: Number of items that are sorted together.
+        pack_size: Number of items in a pack, such as those of a global batch.
+        seed: Seed of the order, the same on all ranks.
 
     Raises:
         ConfigError: A size is less than 1.
@@ -135,7 +138,7 @@ class BufferSortedDataset(Dataset[T_co], Generic[T_co]):
         """Which buffer was read last, and its order."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch."""
+        """Use the order of an epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -168,7 +171,7 @@ class BufferSortedDataset(Dataset[T_co], Generic[T_co]):
         return {"seed": self.seed, "epoch": self.epoch, **_inner_state(self.base)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the order that was saved, and give the base its state."""
+        """Use the saved order, and load the base's state."""
         self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
         _load_inner_state(self.base, state_dict)
 
@@ -179,13 +182,13 @@ def pad_stack_1d(
     padding_side: Literal["left", "right"] = "right",
     pad_to_multiple_of: int | None = None,
 ) -> Tensor:
-    """Stack tensors of different lengths, `[length]` each, as rows of one, `[batch, longest]`.
+    """Stack tensors of different lengths, `[length]` each, as rows of one tensor, `[batch, longest]`.
 
     Args:
         items: At least one, of one dtype.
-        pad_value: What fills up the shorter ones.
+        pad_value: Value that fills the shorter ones.
         padding_side: Where.
-        pad_to_multiple_of: The rows' length is the next multiple of this. None: that of the longest.
+        pad_to_multiple_of: The rows' length is the next multiple of this. None uses the length of the longest.
 
     Raises:
         ConfigError: The list is empty, an item has another number of dims, or a setting is out of range.

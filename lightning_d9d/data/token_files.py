@@ -1,6 +1,6 @@
-"""Files of tokens that others write and read: Megatron's `.bin` with `.idx`, nanoGPT's `.bin`, llm.c's `.bin`.
+"""Token files that other programs write and read: Megatron's `.bin` with `.idx`, nanoGPT's `.bin`, llm.c's `.bin`.
 
-All are mapped into memory: a file may be larger than the memory, and only pages that are read take part of it.
+All are mapped into memory: a file may be larger than the memory, which holds only the pages that are read.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from lightning_d9d.errors import ConfigError, reason
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-"""Megatron's index: magic, version, code of the dtype, number of sequences, number of document borders."""
+"""Fields of Megatron's index: magic, version, code of the dtype, number of sequences, number of document borders."""
 _DTYPES: dict[int, type[np.generic]] = {
     **{1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32},
     **{5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16},
 }
 _LLMC_HEADER_BYTES = 256 * 4
 _LLMC_DTYPES: dict[tuple[int, int], type[np.generic]] = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}
-"""By magic number and version: files for GPT-2's tokenizer and for Llama 3's."""
+"""Dtypes by magic number and version: files for GPT-2's tokenizer and for Llama 3's."""
 _CHUNK = 1 << 22
-"""Numbers of an index that are looked at together."""
+"""Numbers of an index that are checked together."""
 
 
 @dataclass(frozen=True)
 class BorderToken:
-    """The token at which documents of a file without borders meet.
+    """The token that separates documents in a file without borders.
 
     Args:
         token: Its id.
-        is_first: Whether it begins a document, rather than ends one.
+        is_first: Whether it begins a document instead of ending one.
     """
 
     token: int
@@ -47,18 +47,19 @@ class BorderToken:
 
 
 class TokenFile:
-    """Tokens of one file, one behind the other, and the places at which documents begin.
+    """Tokens of one file, one after the other, and the places at which documents begin.
 
     Copies in other processes map the file again.
 
     Args:
-        path: A `.bin` file. Where an `.idx` lies beside it, both are Megatron's. A path without suffix, or that of the
-            `.idx`, names both.
-        border: How documents are found in a file that does not say where they begin. None: it has no borders.
+        path: A `.bin` file. If an `.idx` file lies beside it, both have Megatron's format. A path without suffix, or
+            that of the `.idx`, names both.
+        border: Token that separates documents in a file that does not store their borders. None: the file has no
+            borders.
 
     Raises:
         ConfigError: The file is missing, truncated, of another format, or has no tokens of an integer type. Or `border`
-            was given for a file with borders of its own.
+            was given for a file with its own borders.
     """
 
     def __init__(self, path: str | Path, border: BorderToken | None = None) -> None:
@@ -83,24 +84,26 @@ class TokenFile:
     def _check_size(self, itemsize: int, offset: int, num_tokens: int | None) -> None:
         size = _size(self.path) - offset
         if num_tokens is None and size % itemsize:
-            raise ConfigError(f"{self.path} has {size} bytes, no whole number of 2-byte tokens: it is truncated")
+            raise ConfigError(
+                f"{self.path} has {size} bytes, which is not a whole number of 2-byte tokens: it is truncated"
+            )
         if num_tokens is not None and size != num_tokens * itemsize:
             problem = "truncated" if size < num_tokens * itemsize else "longer than its index or header says"
             raise ConfigError(
-                f"{self.path} has {size} bytes of tokens, but its index or header tells of {num_tokens} tokens of "
-                f"{itemsize} bytes each. It is {problem}; copy or prepare it again"
+                f"{self.path} has {size} bytes of tokens, but its index or header declares {num_tokens} tokens of "
+                f"{itemsize} bytes each. The file is {problem}; copy or prepare it again"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFile, (self.path, self.border)
 
     def __len__(self) -> int:
-        """Tokens in the file."""
+        """Return the number of tokens in the file."""
         return len(self._tokens)
 
     @property
     def has_borders(self) -> bool:
-        """True if it is known where documents begin."""
+        """True if the beginnings of documents are known."""
         return self._index is not None or self.border is not None
 
     def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
@@ -108,7 +111,7 @@ class TokenFile:
         return self._tokens[start:stop].astype(np.int64)
 
     def document_starts(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return the places from `start` to before `stop` at which a document begins, rising, int64."""
+        """Return the places from `start` to before `stop` at which a document begins, in ascending order, int64."""
         if self._index is not None:
             return self._index.starts(start, stop)
         if self.border is None:
@@ -119,7 +122,7 @@ class TokenFile:
         return np.unique(np.concatenate([np.zeros(int(start <= 0 < stop), dtype=np.int64), found]))
 
     def next_document(self, place: int) -> int:
-        """Return the first place from `place` on at which a document begins; the file's end if none does."""
+        """Return the first place from `place` on at which a document begins; the file's end if there is none."""
         if not self.has_borders:
             return place
         while place < len(self):
@@ -130,15 +133,15 @@ class TokenFile:
         return len(self)
 
     def document_lengths(self) -> Iterator[np.ndarray[Any, Any]]:
-        """Yield the lengths of all documents, many at a time; nothing where only a token says where they begin."""
+        """Yield the lengths of all documents, many at a time; nothing if only a token marks where they begin."""
         if self._index is not None:
             yield from self._index.document_lengths()
 
 
 class _Tokens:
-    """The tokens of a file, mapped into memory; the system reads the pages that are asked for and no others.
+    """The tokens of a file, mapped into memory; the system reads only the pages that are needed.
 
-    Rows are read in random order. The system would read some MB beside each of them for nothing.
+    Rows are read in random order. Otherwise the system would read some megabytes beside each of them for nothing.
 
     Args:
         path: The file.
@@ -161,7 +164,7 @@ class _Tokens:
         return self._count
 
     def __getitem__(self, places: slice) -> np.ndarray[Any, Any]:
-        """Return tokens without a copy, whose pages the system reads at once instead of one by one."""
+        """Return tokens without a copy; the system reads their pages at once instead of one by one."""
         start, stop, _ = places.indices(self._count)
         begin, end = (self._offset + place * self._itemsize for place in (start, stop))
         begin -= begin % mmap.PAGESIZE
@@ -190,13 +193,11 @@ class _Index:
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise ConfigError(
-                f"{path} does not begin with {_MAGIC!r}, as an index of Megatron's does; prepare it again"
-            )
+            raise ConfigError(f"{path} does not begin with {_MAGIC!r}, as Megatron's index files do; prepare it again")
         _, version, code, num_sequences, num_borders = _HEADER.unpack(header)
         if version != _VERSION or code not in _DTYPES:
             raise ConfigError(
-                f"{path} has version {version} and dtype code {code}; version {_VERSION} and codes 1 to 8 can be read"
+                f"{path} has version {version} and dtype code {code}; version {_VERSION} and codes 1 to 8 are supported"
             )
         if np.dtype(_DTYPES[code]).kind == "f":
             raise ConfigError(f"{path} has numbers of type {_DTYPES[code].__name__}, but tokens are integers")
@@ -216,7 +217,7 @@ class _Index:
         self.num_tokens = self._start_of(num_sequences)
 
     def _check(self) -> None:
-        """See that sequences follow each other without gaps, and that documents are made of them."""
+        """Check that sequences follow each other without gaps, and that documents consist of them."""
         expected = 0
         for first in range(0, self._num_sequences, _CHUNK):
             sizes = self._sizes[first : first + _CHUNK].astype(np.int64) * self._itemsize
@@ -231,14 +232,14 @@ class _Index:
         documents = self._documents
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != self._num_sequences:
             raise ConfigError(
-                f"{self.path}: the documents do not go from sequence 0 to {self._num_sequences}; prepare it again"
+                f"{self.path}: the documents do not cover sequences 0 to {self._num_sequences}; prepare it again"
             )
         for first in range(0, len(documents), _CHUNK):
             if (np.diff(documents[first : first + _CHUNK + 1]) < 0).any():
-                raise ConfigError(f"{self.path}: the borders of documents do not rise; prepare it again")
+                raise ConfigError(f"{self.path}: the borders of documents are not ascending; prepare it again")
 
     def _start_of(self, sequence: Any) -> Any:
-        """Return the place of a sequence's first token; of one behind the last, the number of all tokens."""
+        """Return the place of a sequence's first token; for the index after the last, the number of all tokens."""
         if self._num_sequences == 0:
             return 0 * sequence
         inside = np.minimum(sequence, self._num_sequences - 1)
@@ -272,18 +273,18 @@ def bin_path(path: str | Path) -> Path:
 
 
 def smallest_dtype(num_ids: int) -> type[np.generic]:
-    """Return the type of tokens in a new file with ids below `num_ids`: two bytes where they fit, else four."""
+    """Return the dtype of tokens in a new file with ids below `num_ids`: two bytes if they fit, else four."""
     return np.uint16 if num_ids <= 1 << 16 else np.int32
 
 
 class TokenFileWriter:
     """Writes `.bin` and `.idx` of Megatron's format, a document at a time, each of one sequence.
 
-    Neither file has its name before `finish`: until then they end with `.part`.
+    Neither file has its final name before `finish`: until then both end with `.part`.
 
     Args:
-        path: As for `TokenFile`. Folders are made.
-        dtype: NumPy's type of the tokens in the file, an integer one.
+        path: As for `TokenFile`. Missing folders are made.
+        dtype: NumPy dtype of the tokens in the file, an integer one.
     """
 
     def __init__(self, path: str | Path, dtype: type[np.generic] = np.uint16) -> None:
@@ -300,14 +301,14 @@ class TokenFileWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents so far."""
+        """Number of documents so far."""
         return sum(map(len, self._lengths))
 
     def add(self, documents: Iterable[Any]) -> None:
         """Write documents, each a list or array of ids.
 
         Raises:
-            ConfigError: An id does not fit the type of the file, or a document has more than 2**31 - 1 tokens.
+            ConfigError: An id does not fit the dtype of the file, or a document has more than 2**31 - 1 tokens.
         """
         documents = list(documents)
         lengths = np.array([len(each) for each in documents], dtype=np.int64)
@@ -320,7 +321,9 @@ class TokenFileWriter:
         if len(ids) and (ids.min() < 0 or ids.max() > largest):
             raise ConfigError(f"{self.path}: ids must be 0 to {largest}, but go from {ids.min()} to {ids.max()}")
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
-            raise ConfigError(f"{self.path}: a document has {lengths.max()} tokens; the format takes up to 2**31 - 1")
+            raise ConfigError(
+                f"{self.path}: a document has {lengths.max()} tokens; the format supports up to 2**31 - 1"
+            )
         self._file.write(ids.astype(self._dtype).tobytes())
         self._lengths.append(lengths)
         self.num_tokens += len(ids)
@@ -341,7 +344,7 @@ class TokenFileWriter:
         self._part(self.path).replace(self.path)
 
     def discard(self) -> None:
-        """Remove what was written, unless it is finished."""
+        """Remove the files, unless they are finished."""
         self._file.close()
         for path in (self.path, self.path.with_suffix(".idx")):
             self._part(path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Rows of tokens for training: of one text that lies in files, and mixtures of several texts."""
+"""Rows of tokens for training: of one text in files, and mixtures of several texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GOLDEN = 0.6180339887498949
 
 
 class Rows(Protocol):
-    """Rows that a `Mixture` takes: a map-style dataset that knows its name."""
+    """Rows that a `Mixture` can use: a map-style dataset with a name."""
 
     name: str
 
@@ -40,24 +40,25 @@ class Span:
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
-    """Rows of `sequence_length` tokens that follow each other in one text, which is in one or several files.
+    """Consecutive rows of `sequence_length` tokens from one text, which consists of one or several files.
 
-    A row begins where the one before it ends, in the middle of a document or not. A document that is longer than what
-    is left of a row goes on in the next one. What is left at the end of a file and fills no row is left out.
+    A row begins where the one before it ends, in the middle of a document or not. A document that is longer than the
+    rest of a row continues in the next row. Tokens at the end of a file that do not fill a row are left out.
 
     Item `i` has `input_ids` and `labels`, `[sequence_length]` int64; labels are the tokens one place further on, so
-    that every token is predicted once. With borders it has `document_ids`, int64 of this shape, too. They count the
+    that every token is predicted once. With borders it also has `document_ids`, int64 of the same shape. Ids count the
     documents of the row from 0, and the last token of a document has the label -100.
 
     Args:
-        name: Of the text, for messages.
-        spans: What it is made of.
+        name: Name of the text, for messages.
+        spans: Parts of files that make up the text.
         sequence_length: Tokens of a row.
-        borders: Whether documents are kept apart. Needs files that say, or a token that tells, where documents begin.
-        vocab_size: Of the model; ids are checked as rows are read. None: they are not.
+        borders: Whether documents are kept apart. This needs files with borders, or a token that marks where documents
+            begin.
+        vocab_size: Vocabulary of the model; ids are checked as rows are read. None does not check them.
 
     Raises:
-        ConfigError: Documents are to be kept apart, and a file does not say where they begin.
+        ConfigError: Documents are to be kept apart, and a file does not mark where they begin.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         unknown = next((span.file.path for span in spans if borders and not span.file.has_borders), None)
         if unknown is not None:
             raise ConfigError(
-                f"{unknown} does not say where documents begin, as a file with an .idx does. Name the token that ends "
-                "or begins each (last_token or first_token), or let documents see each other with borders=False"
+                f"{unknown} does not mark where documents begin, as a file with an .idx does. Name the token that ends "
+                "or begins each (last_token or first_token), or let tokens see other documents with borders=False"
             )
         counts = [(span.stop - span.start) // sequence_length for span in self.spans]
         self._ends = list(accumulate(counts))
@@ -98,15 +99,16 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
 
 def make_row(tokens: np.ndarray, length: int, begins: np.ndarray | None) -> dict[str, Tensor]:
-    """Make a row of its tokens and, unless it ends the file, the one behind it.
+    """Make a row of its tokens and the token after it, which a row at the end of the file lacks.
 
     Args:
         tokens: `[length]` or `[length + 1]`, int64.
-        length: Of the row.
-        begins: At which of its tokens but the first a document begins, or at the one behind it. None: without borders.
+        length: Number of tokens of the row.
+        begins: Places in the row, except the first, at which a document begins; the place after the row counts, too.
+            None: documents have no borders.
 
     Returns:
-        An item as of `TokenRows`.
+        An item as in `TokenRows`.
     """
     labels = np.full(length, IGNORED)
     labels[: len(tokens) - 1] = tokens[1:]
@@ -120,16 +122,16 @@ def make_row(tokens: np.ndarray, length: int, begins: np.ndarray | None) -> dict
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int | None, source: str, start: int) -> None:
-    """Look at ids that were read.
+    """Check ids that were read.
 
     Args:
-        tokens: Of a row.
-        vocab_size: Of the model; None for any.
-        source: Where they are from, for people.
-        start: The place of the first there.
+        tokens: Ids of a row.
+        vocab_size: Vocabulary of the model; None for any.
+        source: Source of the ids, for messages.
+        start: Place of the first id there.
 
     Raises:
-        ConfigError: One is outside of the vocabulary.
+        ConfigError: An id is outside of the vocabulary.
     """
     if vocab_size is None:
         return
@@ -137,25 +139,25 @@ def check_ids(tokens: np.ndarray, vocab_size: int | None, source: str, start: in
     if is_outside.any():
         place = int(is_outside.argmax())
         raise ConfigError(
-            f"{source} has the id {tokens[place]} at token {start + place}, but vocab_size={vocab_size} "
-            f"of the model: ids go from 0 to {vocab_size - 1}. Prepare the data with the model's tokenizer, "
-            "or raise vocab_size"
+            f"{source} has the id {tokens[place]} at token {start + place}, but vocab_size={vocab_size} of the model: "
+            f"ids go from 0 to {vocab_size - 1}. Prepare the data with the model's tokenizer, or raise vocab_size"
         )
 
 
 class Mixture(Dataset[dict[str, Tensor]]):
     """Rows of several texts in given proportions, for any number of epochs.
 
-    An epoch has as many rows as the texts have together. Each text has a fixed number of them, which its weight says.
-    One with little weight gives a part of its rows in an epoch, one with much gives them several times. A text's next
-    epoch goes on behind the last one, so that no row comes again before all others did. The part of an epoch lies
-    evenly spread over the text.
+    An epoch has as many rows as the texts have together. Each text has a fixed number of rows, which follows from its
+    weight. A text with a small weight contributes a part of its rows to an epoch; one with a large weight repeats its
+    rows. In the next epoch a text continues after its last row, so a row is repeated only after all others. The rows of
+    an epoch are spread evenly over the text.
 
     Item `e * len + i` is row `i` of epoch `e`; see `PermutedOrder`, which shuffles each epoch.
 
     Args:
         texts: Their rows.
-        weights: Of each text, at least 0; None weighs each by its number of rows, so that an epoch has every row once.
+        weights: Weight of each text, at least 0; None weighs each by its number of rows, so that an epoch has every row
+            once.
 
     Raises:
         ConfigError: A weight is negative or not finite, all are 0, or a text with a weight has no row.
@@ -168,17 +170,17 @@ class Mixture(Dataset[dict[str, Tensor]]):
         if any(not math.isfinite(weight) or weight < 0 for weight in weights):
             raise ConfigError(f"weights {dict(zip(names, weights, strict=True))} must be finite numbers, at least 0")
         if sum(weights) == 0:
-            raise ConfigError(f"the weights of {', '.join(names)} sum to 0; give one of them more")
+            raise ConfigError(f"the weights of {', '.join(names)} sum to 0; give at least one a larger weight")
         used = [(text, weight) for text, weight in zip(texts, weights, strict=True) if weight > 0]
         if empty := [text.name for text, _ in used if not len(text)]:
-            raise ConfigError(f"{', '.join(empty)} has no whole row; give more text, or lower sequence_length")
+            raise ConfigError(f"{', '.join(empty)} does not have a whole row; give more text, or lower sequence_length")
         self.texts = [text for text, _ in used]
         self.shares = _shares(sum(len(text) for text in self.texts), [weight for _, weight in used])
         """Rows of each text in an epoch."""
         self._ends = list(accumulate(self.shares))
 
     def __len__(self) -> int:
-        """Rows of an epoch."""
+        """Return the number of rows of an epoch."""
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -186,7 +188,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         return self.texts[number][row]
 
     def find(self, index: int) -> tuple[int, int]:
-        """Return the number of the text, and the row in it, that an item is. Local."""
+        """Return the number of the text, and the row in it, for an item. Local."""
         epoch, place = divmod(index, len(self))
         number = bisect_right(self._ends, place)
         share, rows = self.shares[number], len(self.texts[number])
@@ -195,7 +197,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
 
 def spread(place: int, size: int) -> int:
-    """Return a number below `size` for each place, so that places in a row lie far apart and `size` of them are all.
+    """Return a number below `size` for each place: neighbours get distant numbers, and `size` places get all.
 
     Steps are about the golden section of the size, as in a Kronecker sequence.
     """
@@ -206,7 +208,7 @@ def spread(place: int, size: int) -> int:
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide a total by weights, the largest remainders up, and at least 1 each."""
+    """Divide a total by weights; the largest remainders are rounded up, and each share is at least 1."""
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [int(each) for each in exact]
     by_remainder = sorted(range(len(exact)), key=lambda each: shares[each] - exact[each])

@@ -1,4 +1,4 @@
-"""Random numbers of a DataLoader: in which order it reads, and in its worker processes."""
+"""Random numbers of a DataLoader: the order in which it reads, and those of its worker processes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_d9d.mesh.seeds import derived, seed_for
 
 
 def seed_order(loader: DataLoader[Any], seed: int) -> Callable[[], None]:
-    """Let a sampler that draws from torch's global numbers draw from its own, which follow from the seed, in place.
+    """Give a sampler that draws from torch's global generator a generator of its own, seeded, in place.
 
-    The global ones differ between ranks, for dropout. A sampler that has a generator keeps it.
+    The global numbers differ between ranks, for dropout. A sampler that has a generator keeps it.
 
     Args:
-        loader: Its sampler draws the order; or the one that Lightning has wrapped to deal samples out to ranks.
-        seed: Of the job.
+        loader: Loader whose sampler draws the order; Lightning may have wrapped it to distribute samples over ranks.
+        seed: Seed of the job.
 
     Returns:
-        What gives the loader back as it was.
+        A function that restores the loader.
     """
     sampler: Any = loader.sampler
     sampler = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
@@ -36,18 +36,18 @@ def seed_order(loader: DataLoader[Any], seed: int) -> Callable[[], None]:
 
 
 def seed_workers(loader: DataLoader[Any], seed: int, coordinates: Mapping[str, int]) -> Callable[[], None]:
-    """Let torch, NumPy and Python draw in worker processes what follows from the seed and the data rank, in place.
+    """Seed torch, NumPy and Python in worker processes from the seed and the data rank, in place.
 
-    Ranks that read the same samples then augment them alike, and others otherwise. A loader that has a generator or a
-    `worker_init_fn` of its own keeps it.
+    Ranks that read the same samples then augment them alike, and other ranks augment them differently. A loader that
+    has a generator or a `worker_init_fn` of its own keeps it.
 
     Args:
-        loader: Its workers are not running yet.
-        seed: Of the job.
+        loader: Loader whose workers are not running yet.
+        seed: Seed of the job.
         coordinates: `MeshDomains.coordinates`.
 
     Returns:
-        What gives the loader back as it was.
+        A function that restores the loader.
     """
     generator, worker_init_fn = loader.generator, loader.worker_init_fn
     if generator is None:
@@ -66,12 +66,12 @@ def seed_workers(loader: DataLoader[Any], seed: int, coordinates: Mapping[str, i
 def set_unrecorded(loader: object, **values: Any) -> None:
     """Set attributes of a loader past its `__setattr__`, which may refuse or record them. Local.
 
-    A DataLoader does not let its sampler be set. Lightning records what is set, to make loaders again, while a hook
-    returns one. It goes on recording for the rest of the process when such a hook has raised.
+    A DataLoader does not allow its sampler to be set. While a hook returns a loader, Lightning records attributes that
+    are set, to make loaders again. If such a hook raises, it keeps recording for the rest of the process.
     """
     for name, value in values.items():
         object.__setattr__(loader, name, value)
 
 
 def _nothing(worker: int) -> None:
-    """DataLoader has seeded torch, NumPy and Python with a number from its generator, and the worker's."""
+    """Do nothing: DataLoader has seeded torch, NumPy and Python with a number from its generator, and the worker's."""

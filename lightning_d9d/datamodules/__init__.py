@@ -1,9 +1,9 @@
 """LightningDataModules, the data side of a Trainer.
 
-`tokens.py` reads files of tokens of any size, alone or as mixtures. `chat.py` makes rows of chats, in which only the
+`tokens.py` reads token files of any size, alone or as mixtures. `chat.py` makes rows of chats, in which only the
 assistant's tokens count. `text.py` reads plain text files as bytes: windows of fixed length with labels shifted by one.
-Without arguments it serves the sources of Python's standard library, real text that every machine has. `rows.py` has
-the settings that they share, and `batch_size.py` makes the rows of a rank's batch from those of a step on all ranks.
+Without arguments it reads the sources of Python's standard library, real text that every machine has. `rows.py` has
+their shared settings, and `batch_size.py` computes the rows of a rank's batch from those of a step on all ranks.
 """
 
 from lightning_d9d.datamodules.chat import ChatDataModule

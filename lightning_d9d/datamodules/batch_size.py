@@ -14,22 +14,23 @@ from lightning_d9d.strategy.strategy import D9DStrategy
 
 
 def rows_of_rank(global_batch_size: int, trainer: L.Trainer | None) -> int:
-    """Return how many rows each data rank reads at once, so that an optimizer step has `global_batch_size`. Local.
+    """Return how many rows each data rank reads at once, so that an optimizer step has `global_batch_size` rows. Local.
 
     Args:
         global_batch_size: Rows of a step on all ranks, in all accumulated batches.
-        trainer: Knows data ranks, accumulation and, with a `D9DStrategy`, microbatches. None: one rank and batch.
+        trainer: Trainer with data ranks, accumulation and, under a `D9DStrategy`, microbatches. None: one rank and
+            batch.
 
     Raises:
-        ConfigError: The size does not divide, or accumulation changes with the epoch.
+        ConfigError: The size cannot be divided, or accumulation changes with the epoch.
     """
     if trainer is None:
         return global_batch_size
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
         raise ConfigError(
-            f"global_batch_size={global_batch_size} cannot be kept, as a GradientAccumulationScheduler changes "
-            "accumulation with the epoch; leave that out, or give batch_size"
+            f"global_batch_size={global_batch_size} cannot be kept, because a GradientAccumulationScheduler changes "
+            "accumulation with the epoch. Leave the scheduler out, or set batch_size"
         )
     ranks = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
     factors = {"data ranks": ranks, "accumulated batches": trainer.accumulate_grad_batches}
@@ -45,7 +46,7 @@ def check_divides(global_batch_size: int, factors: Mapping[str, int]) -> None:
 
     Args:
         global_batch_size: Rows of an optimizer step.
-        factors: The parts of a step, by name.
+        factors: The factors of a step, by name.
 
     Raises:
         ConfigError: The product does not divide the size; the message has the nearest sizes that fit.

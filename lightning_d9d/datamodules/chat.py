@@ -1,4 +1,4 @@
-"""Chats for fine-tuning: rows of tokens of which those of the assistant count."""
+"""Chats for fine-tuning: rows of tokens in which those of the assistant count."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ from lightning_d9d.mesh.agreement import Ranks
 
 
 class ChatDataModule(RowsDataModule):
-    """Chats in files, as rows in which only what the assistant says is learned.
+    """Chats in files, as rows in which only the assistant's tokens are learned.
 
     A chat is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`; `tools`,
     and further fields of messages, go to the tokenizer's chat template. Labels are shifted, and -100 where a token does
-    not count. The tokens of the assistant's turns count, their end-of-turn token included: see `ChatTokenizer`, which
-    says what becomes of chats that are too long or broken. A line of the log has the numbers.
+    not count. The tokens of the assistant's turns count, including the end-of-turn token. `ChatTokenizer` describes how
+    chats that are too long or broken are treated. A line of the log gives their numbers.
 
     With packing a row has several samples: they are its documents (`document_ids`), do not see each other, and have
-    positions of their own. Without, a row has one sample, and rows of similar length are in a batch. Rows are shuffled
+    separate positions. Without packing a row has one sample, and a batch has rows of similar length. Rows are shuffled
     by `seed` and epoch, and each data rank reads its own. An optimizer step has the same rows on any number of data
-    ranks, if it has as many. Under `D9DStrategy` a resumed run goes on with the batch that an uninterrupted one would
-    have read.
+    ranks, if it has equally many. Under `D9DStrategy` a resumed run continues with the same batch as an uninterrupted
+    one.
 
     One rank of a machine, or of those that share `cache_folder`, tokenizes the chats when training begins, in several
-    processes. The samples are kept there, 5 bytes a token, and all ranks map them into memory. Later runs find them by
-    the content of the files, the tokenizer with its template, and `sequence_length`.
+    processes. The samples are kept in that folder, 5 bytes a token, and all ranks map them into memory. Later runs find
+    them by the content of the files, the tokenizer with its template, and `sequence_length`.
 
     Args:
         train: Path of a file or several: JSON lines (`.jsonl`, `.json`), Parquet (`.parquet`), or a directory that
-            `datasets` saved. Relative to the working directory.
-        tokenizer: A directory or a name that `transformers` knows, whose tokenizer has a chat template; or a tokenizer.
-        validation: As `train`. Default: a part of `train` is held out.
-        sequence_length: Tokens of a packed row, and most tokens of a sample.
+            `datasets` saved. Files, relative to the working directory, for validation.
+        tokenizer: A directory or a name that `transformers` knows, whose tokenizer has a chat template; or a tokenizer
+            object.
+        validation: As `train`. By default a part of `train` is held out.
+        sequence_length: Tokens of a packed row, and maximum number of tokens of a sample.
         batch_size: Rows in a batch of one data rank; 16 by default.
         global_batch_size: Rows of an optimizer step, on all ranks and in all accumulated batches, in place of
             `batch_size`. Evaluation has batches of the same size.
         packing: Whether a row has several samples.
-        pad_to_multiple_of: Without packing, rows are padded to a multiple of it, such as the number of ranks that
+        pad_to_multiple_of: Without packing, rows are padded to a multiple of this, such as the number of ranks that
             share a sequence. 1 by default.
         validation_fraction: Share of the chats of `train` that is held out, between 0 and 1. 0.05 by default.
         seed: Seed of the shuffling, and of which chats are held out.
         num_workers: Loader processes of each rank; 0 makes rows in the training process.
-        cache_folder: Keeps the samples. By default the folder that the variable `LIGHTNING_D9D_CACHE` names, or
-            `~/.cache/lightning_d9d`.
+        cache_folder: Folder that keeps the samples. By default the folder that the variable `LIGHTNING_D9D_CACHE`
+            names, or `~/.cache/lightning_d9d`.
 
     Raises:
-        ConfigError: A value is out of range or without effect, or a file or a chat is not as it must be. Or there are
-            too few rows for one batch on every data rank.
+        ConfigError: A value is out of range or without effect, or a file or a chat has another form. Or there are too
+            few rows for one batch on every data rank.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ChatDataModule(RowsDataModule):
     ) -> None:
         if packing and pad_to_multiple_of is not None:
             raise ConfigError(
-                f"pad_to_multiple_of={pad_to_multiple_of} does nothing with packing=True, as each row has "
+                f"pad_to_multiple_of={pad_to_multiple_of} has no effect with packing=True, because each row has "
                 f"sequence_length={sequence_length} tokens; leave it out"
             )
         multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
@@ -105,11 +106,11 @@ class ChatDataModule(RowsDataModule):
 
     @property
     def batch_shape(self) -> tuple[int, int] | None:
-        """Rows and tokens in each, as `RowsDataModule` has them; None without packing, as rows may be shorter."""
+        """Rows, and tokens in each, as in `RowsDataModule`; None without packing, because rows may be shorter."""
         return super().batch_shape if self.packing else None
 
     def setup(self, stage: str | None = None) -> None:
-        """Makes tokens of the files, or maps those that were made before. Collective in a Trainer."""
+        """Tokenize the files, or map samples that were tokenized before. Collective in a Trainer."""
         if self.train_samples is not None:
             return
         with self._on_all_ranks():

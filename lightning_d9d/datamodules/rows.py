@@ -21,9 +21,9 @@ _Read = TypeVar("_Read")
 
 
 class RowsDataModule(L.LightningDataModule):
-    """The settings that data modules of rows of tokens share, checked.
+    """The settings that data modules of rows of tokens share, with checks.
 
-    On a GPU batches come from pinned memory, so that their copies do not make the host wait.
+    On a GPU batches come from pinned memory, so that the host does not wait for their copies.
 
     Args:
         sequence_length: Tokens in a row.
@@ -31,14 +31,14 @@ class RowsDataModule(L.LightningDataModule):
         global_batch_size: Rows of an optimizer step, on all ranks and in all accumulated batches, in place of
             `batch_size`.
         validation_fraction: Share of the data that is held out, between 0 and 1.
-        default_fraction: This share where none is given.
-        validation_files: What is held out in place of a share, if anything.
-        seed: Of the order.
+        default_fraction: Share that is used if none is given.
+        validation_files: Validation data that replace the share, if any.
+        seed: Seed of the order.
         num_workers: Loader processes of each rank; 0 reads in the training process.
-        sizes: Further ones, at least 1.
+        sizes: Further settings, each at least 1.
 
     Raises:
-        ConfigError: A value is out of range, or two say the same.
+        ConfigError: A value is out of range, or two settings contradict each other.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class RowsDataModule(L.LightningDataModule):
         owner = type(self).__name__
         if batch_size is not None and global_batch_size is not None:
             raise ConfigError(
-                f"batch_size={batch_size} and global_batch_size={global_batch_size} of {owner} both say how "
-                "large batches are; give one"
+                f"batch_size={batch_size} and global_batch_size={global_batch_size} of {owner} both set the size of "
+                "batches; set one"
             )
         sizes |= {"sequence_length": sequence_length}
         given = {"batch_size": batch_size, "global_batch_size": global_batch_size}
@@ -71,7 +71,7 @@ class RowsDataModule(L.LightningDataModule):
         if validation_fraction is not None and validation_files is not None:
             raise ConfigError(
                 f"validation_fraction={validation_fraction} and the validation files {validation_files!r} of {owner} "
-                "both say what is held out; give one"
+                "both set the validation data; set one"
             )
         fraction = default_fraction if validation_fraction is None else validation_fraction
         if not 0 < fraction < 1:
@@ -94,7 +94,7 @@ class RowsDataModule(L.LightningDataModule):
         """Rows in a batch of this data rank.
 
         Raises:
-            ConfigError: The size `global_batch_size` does not divide by data ranks, accumulation and microbatches.
+            ConfigError: `global_batch_size` is not divisible by data ranks, accumulation and microbatches.
         """
         if self.global_batch_size is not None:
             return rows_of_rank(self.global_batch_size, self.trainer)
@@ -103,19 +103,19 @@ class RowsDataModule(L.LightningDataModule):
 
     @property
     def batch_shape(self) -> tuple[int, int] | None:
-        """Rows in a batch of this data rank, and tokens in each row; None where rows may be shorter."""
+        """Rows in a batch of this data rank, and tokens in each row; None if rows may be shorter."""
         return self.rows_of_rank, self.sequence_length
 
     @property
     def data_rank(self) -> DataRank:
-        """The data rank that this process reads for."""
+        """The data rank for which this process reads."""
         # Not left to Lightning, whose sampler takes its seed from the job instead of from the data module.
         ranks = self.trainer and self.trainer.distributed_sampler_kwargs
         return DataRank(ranks["rank"], ranks["num_replicas"]) if ranks else DataRank()
 
     @property
     def _vocab_size(self) -> int | None:
-        """The vocabulary of the model that is trained; None if it does not tell."""
+        """The vocabulary of the trained model; None if it does not say."""
         module = self.trainer and self.trainer.lightning_module
         return getattr(getattr(module, "config", None), "vocab_size", None)
 
@@ -123,16 +123,15 @@ class RowsDataModule(L.LightningDataModule):
         """Make the loader of this data rank; an incomplete last batch is left out in training.
 
         Raises:
-            ConfigError: There are too few rows: for one batch on every data rank or, where it does not train, for one
-                row.
+            ConfigError: There are too few rows: for one batch on every data rank or, in evaluation, for one row.
         """
         num_rows, rows, num_ranks = len(sampler.dataset), self.rows_of_rank, sampler.num_replicas  # type: ignore[arg-type]
         num_needed = num_ranks * (rows if trains else 1)
         if num_rows < num_needed:
             raise ConfigError(
-                f"the {'training' if trains else 'held-out'} data of {type(self).__name__} are {num_rows} rows of "
+                f"the {'training' if trains else 'held-out'} data of {type(self).__name__} have {num_rows} rows of "
                 f"sequence_length={self.sequence_length}, but {num_needed} are needed (batch_size={rows}, {num_ranks} "
-                "data ranks). Give more data, lower sequence_length or the batch size, or change what is held out"
+                "data ranks). Give more data, lower sequence_length or the batch size, or change the validation data"
             )
         is_on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
@@ -146,7 +145,7 @@ class RowsDataModule(L.LightningDataModule):
 
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """Run a block of `setup` that reads data: what fails on one rank is raised on all. Collective in a Trainer."""
+        """Run a block of `setup` that reads data: an error on one rank is raised on all. Collective in a Trainer."""
         ranks = Ranks(alone=self.trainer is None)
         if ranks.alone:
             yield
@@ -155,7 +154,7 @@ class RowsDataModule(L.LightningDataModule):
             yield
 
     def _required(self, read: _Read | None) -> _Read:
-        """Return what `setup` has read."""
+        """Return the data that `setup` has read."""
         if read is None:
-            raise RuntimeError(f"{type(self).__name__} has read nothing yet: call setup() first (a Trainer does).")
+            raise RuntimeError(f"{type(self).__name__} has not read any data yet: call setup() first (a Trainer does).")
         return read

@@ -21,7 +21,7 @@ STDLIB_FOLDERS_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "
 
 
 class ByteWindows(Dataset[dict[str, Tensor]]):
-    """Windows of `sequence_length` bytes that follow each other without overlap in one text.
+    """Consecutive windows of `sequence_length` bytes from one text, without overlap.
 
     Args:
         tokens: The text, `[num_bytes]` uint8. The dataset keeps this tensor, so that loader workers share its memory.
@@ -47,12 +47,12 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
 
 
 class ByteTextDataModule(RowsDataModule):
-    """Text files as byte tokens, a part of them held out for validation, test and predict.
+    """Text files as byte tokens, with a part held out for validation, test and predict.
 
-    The files are put in the order of a hash of their paths. This order is the same on every machine and mixes the
-    folders. The last `validation_fraction` of the bytes is held out (at most one file lies on both sides). Training
-    windows are shuffled by `seed` and epoch, and every data rank reads its own. Under `D9DStrategy` a resumed run
-    continues with the batch that an uninterrupted one would have read.
+    The files are sorted by a hash of their paths. This order is the same on every machine and mixes the folders. The
+    last `validation_fraction` of the bytes is held out (at most one file lies on both sides). Training windows are
+    shuffled by `seed` and epoch, and every data rank reads its own. Under `D9DStrategy` a resumed run continues with
+    the same batch as an uninterrupted one.
 
     Args:
         directory: Folder to read; default: the sources of Python's own standard library, without its tests.
@@ -96,7 +96,7 @@ class ByteTextDataModule(RowsDataModule):
         """The held-out text, `[num_bytes]` uint8, after `setup`."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the files, once; every rank reads all of them. Collective in a Trainer."""
+        """Read the files, once; every rank reads all of them. Collective in a Trainer."""
         if self.train_tokens is not None:
             return
         with self._on_all_ranks():
@@ -112,7 +112,7 @@ class ByteTextDataModule(RowsDataModule):
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per byte of the training text: the loss of a model that knows how often each byte occurs, no more."""
+        """Nats per byte of the training text: the loss of a model that knows only how often each byte occurs."""
         return unigram_entropy(self._required(self.train_tokens))
 
     def train_dataloader(self) -> Loader:
@@ -142,7 +142,7 @@ def source_directory(directory: str | None) -> Path:
 
 
 def text_files(directory: str | None, pattern: str) -> list[Path]:
-    """Return the files that match, in the order of a hash of their paths relative to the directory."""
+    """Return the matching files, sorted by a hash of their paths relative to the directory."""
     root = source_directory(directory)
     left_out = frozenset() if directory else STDLIB_FOLDERS_LEFT_OUT
     paths = (path.relative_to(root) for path in root.glob(pattern) if path.is_file())
@@ -151,7 +151,7 @@ def text_files(directory: str | None, pattern: str) -> list[Path]:
 
 
 def read_text(files: Iterable[Path]) -> Tensor:
-    """Return all files behind each other, each closed by a NUL byte, `[num_bytes]` uint8, without unreadable ones."""
+    """Return all readable files one after the other, each closed by a NUL byte, `[num_bytes]` uint8."""
     text = bytearray()
     for path in files:
         try:

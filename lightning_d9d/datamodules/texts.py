@@ -1,4 +1,4 @@
-"""Texts that become files of tokens when training begins, with the code of `lightning-d9d prepare-data`."""
+"""Texts that are tokenized to files when training begins, with the code of `lightning-d9d prepare-data`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_d9d.prepare import Encoder, Settings, description, prepare
 
 
 class Texts:
-    """Makes files of tokens of texts, each once for all ranks and later runs.
+    """Makes token files of texts, each once for all ranks and later runs.
 
     Args:
         tokenizer: As for `Encoder`.
-        column: The field or column that has the text; None for "text".
+        column: The field or column with the text; None for "text".
         cache_folder: As for `folder_of_cache`.
     """
 
@@ -35,20 +35,20 @@ class Texts:
         self._read: list[Path] = []
 
     def prepared(self, sources: Sequence[Path], ranks: Ranks) -> Path:
-        """Return the file of tokens of texts. Collective over `ranks`; raises what `prepare` and `made_once` do."""
+        """Return the token file of texts. Collective over `ranks`; raises the errors of `prepare` and `made_once`."""
         self._read += sources
         paths = [str(path) for path in sources]
         return made_once(self._folder, partial(self._name, paths), partial(self._make, paths), ranks)
 
     def check_used(self) -> None:
-        """See that the settings had an effect.
+        """Check that the settings had an effect.
 
         Raises:
-            ConfigError: No text was read, or a column was named and no file has any.
+            ConfigError: No text was read, or a column was named and no file has columns.
         """
         if not self._read:
             raise ConfigError(
-                f"the tokenizer {self._settings.tokenizer!r} has no effect: all files are tokens; leave it out"
+                f"the tokenizer {self._settings.tokenizer!r} has no effect: all files have tokens; leave it out"
             )
         if self._column is not None and not any(map(has_records, self._read)):
             raise ConfigError(f"column={self._column!r} has no effect: none of the files has fields; leave it out")

@@ -1,4 +1,4 @@
-"""Files of tokens as rows for training: mixtures of texts, documents with borders, any size."""
+"""Token files as rows for training: mixtures of texts, documents with borders, any size."""
 
 from __future__ import annotations
 
@@ -29,48 +29,48 @@ from lightning_d9d.mesh.agreement import Ranks
 
 _TOKENS = (".bin", ".idx")
 _TEXTS = (".txt", ".md")
-"""Suffixes of texts, beside those of records; with a tokenizer all files are texts but those of tokens."""
+"""Suffixes of texts, besides those of records; with a tokenizer all other files except token files are texts, too."""
 _COUNTED_TOKENS = 1 << 22
 Files = str | list[str] | dict[str, float]
 
 
 class TokenDataModule(RowsDataModule):
-    """Files of tokens, a part of them held out for validation and test.
+    """Token files, with a part held out for validation and test.
 
-    It reads Megatron's `.bin` with `.idx`, nanoGPT's `.bin` (uint16 without a header) and llm.c's `.bin`, as
-    `lightning-d9d prepare-data` and others write them. They are mapped into memory, and may be larger than it. With a
-    tokenizer it reads texts, too: JSON lines, Parquet, Arrow, directories that `datasets` saved, and UTF-8 files. One
-    rank of a machine makes a file of tokens of them, in several processes, as `prepare-data` does. It is kept in
-    `cache_folder`, where later runs find it by the content of the texts, the tokenizer and `column`.
+    The module reads Megatron's `.bin` with `.idx`, nanoGPT's `.bin` (uint16 without a header) and llm.c's `.bin`, as
+    `lightning-d9d prepare-data` and other programs write them. The files are mapped into memory, and may be larger than
+    it. With a tokenizer it also reads texts: JSON lines, Parquet, Arrow, directories that `datasets` saved, and UTF-8
+    files. One rank of a machine makes a token file of them, in several processes, as `prepare-data` does. The token
+    file is kept in `cache_folder`, where later runs find it by the content of the texts, the tokenizer and `column`.
 
-    Documents lie behind each other in rows of `sequence_length`. With borders, a row's `document_ids` keep them apart,
-    and the last token of each has no label. Training rows are shuffled by `seed` and epoch. The order takes no memory,
-    and is the same for any number of workers. A step's rows are the same for any number of data ranks too, if
-    `global_batch_size` is given. Under `D9DStrategy` a resumed run goes on behind the last row that was trained on,
-    also with other numbers of workers or data ranks.
+    Documents follow each other in rows of `sequence_length`. With borders, a row's `document_ids` separate them, and
+    the last token of each has no label. Training rows are shuffled by `seed` and epoch. The order takes no memory, and
+    is the same for any number of workers. With `global_batch_size`, the rows of a step are the same for any number of
+    data ranks, too. Under `D9DStrategy` a resumed run continues after the last row that was trained on, also with
+    another number of workers or data ranks.
 
     Args:
-        files: A path; or several, which are one text; or texts with the weight of each. A path may be a pattern such as
-            `data/part-*.bin`, and its files are one text. A folder that litdata has written for its `TokensLoader` is a
-            text of its own. With weights an epoch has as many rows as all texts have
-            together, in these proportions: texts with more weight than rows come several times.
+        files: A path; or several paths, which make one text; or texts with the weight of each. A path may be a pattern
+            such as `data/part-*.bin`, and its files are one text. A folder that litdata has written for its
+            `TokensLoader` is a separate text. With weights an epoch has as many rows as all texts have together, in
+            these proportions: texts with more weight than rows are repeated.
         sequence_length: Tokens in a row.
         batch_size: Rows in a batch of one data rank; 16 by default.
         global_batch_size: Rows of an optimizer step, on all ranks and in all accumulated batches, in place of
             `batch_size`.
         validation_fraction: Share of each text that is held out, between 0 and 1: whole documents at the end of its
-            last files. By default 0.01, or nothing where there are `validation_files`.
-        validation_files: Files that are held out in place of a share; every row of them counts once.
+            last files. By default 0.01, or nothing if there are `validation_files`.
+        validation_files: Files for validation in place of a share; every row of them counts once.
         borders: Whether documents are kept apart.
-        first_token: Id of the token that begins each document, in files that do not say where documents are.
-        last_token: Id of the token that ends each document there.
-        seed: Of the order.
+        first_token: Id of the token that begins each document, for files that do not store the borders of documents.
+        last_token: Id of the token that ends each document in such files.
+        seed: Seed of the order.
         num_workers: Loader processes of each rank; 0 reads in the training process.
-        tokenizer: For texts: a directory or a name that `transformers` knows, or "bytes". Its end-of-text token ends
-            each document.
-        column: The field or column that has the text, "text" by default.
-        cache_folder: Keeps the tokens of texts. By default the folder that the variable `LIGHTNING_D9D_CACHE` names, or
-            `~/.cache/lightning_d9d`.
+        tokenizer: Tokenizer of texts: a directory or a name that `transformers` knows, or "bytes". Its end-of-text
+            token ends each document.
+        column: The field or column with the text, "text" by default.
+        cache_folder: Folder that keeps the tokens of texts. By default the folder that the variable
+            `LIGHTNING_D9D_CACHE` names, or `~/.cache/lightning_d9d`.
 
     Raises:
         ConfigError: A value is out of range, or a file is missing, damaged or of another tokenizer. Or there is too
@@ -106,12 +106,12 @@ class TokenDataModule(RowsDataModule):
         )
         if first_token is not None and last_token is not None:
             raise ConfigError(
-                f"first_token={first_token} and last_token={last_token} of TokenDataModule both say where documents "
-                "meet; give one"
+                f"first_token={first_token} and last_token={last_token} of TokenDataModule both mark borders of "
+                "documents; set one"
             )
         token = last_token if first_token is None else first_token
         if token is not None and not borders:
-            raise ConfigError(f"borders=False of TokenDataModule makes no use of the token {token}; leave one out")
+            raise ConfigError(f"borders=False of TokenDataModule does not use the token {token}; leave one of them out")
         if tokenizer is None and (column is not None or cache_folder is not None):
             raise ConfigError(
                 f"column={column!r} and cache_folder={cache_folder!r} of TokenDataModule are for texts, which need a "
@@ -128,7 +128,7 @@ class TokenDataModule(RowsDataModule):
         self._held_out: list[TokenRows | LitDataRows] = []
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the files, once, and says what is in them. Collective in a Trainer."""
+        """Open the files, once, and log their contents. Collective in a Trainer."""
         if self._training is not None:
             return
         if self._texts is not None:
@@ -146,7 +146,7 @@ class TokenDataModule(RowsDataModule):
         return [self.validation_files] if isinstance(self.validation_files, str) else self.validation_files or []
 
     def _prepare(self, texts: Texts) -> None:
-        """Make files of tokens of all texts. Collective in a Trainer."""
+        """Make token files of all texts. Collective in a Trainer."""
         with self._on_all_ranks():
             found = [self._found(part, "files") for part in self._parts() if not any(map(is_litdata, part))]
             if self.validation_files is not None:
@@ -179,7 +179,7 @@ class TokenDataModule(RowsDataModule):
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Nats per token of the training text: the loss of a model that knows how often each token occurs, no more.
+        """Nats per token of the training text: the loss of a model that knows only how often each token occurs.
 
         At most four million tokens are counted, in rows that are spread evenly over the text.
         """
@@ -202,7 +202,7 @@ class TokenDataModule(RowsDataModule):
         return self._loader(rows, sampler, trains)
 
     def _found(self, paths: Sequence[str], setting: str) -> list[Path]:
-        """Return the files that paths and patterns name, in the order of their names."""
+        """Return the files that paths and patterns name, sorted by name."""
         if not paths:
             raise ConfigError(f"{setting} of TokenDataModule is empty; name a file of tokens")
         found = [path for each in paths for path in _matching(each, setting, self._texts is not None)]
@@ -214,7 +214,7 @@ class TokenDataModule(RowsDataModule):
         return [path for path in paths if self._is_text(path)]
 
     def _open(self, paths: Sequence[str], setting: str) -> tuple[str, list[Span]]:
-        """Open what paths and patterns name; the file of tokens of texts has the place of the first of them."""
+        """Open the files that paths and patterns name; the token file of texts takes the place of the first text."""
         found, spans = self._found(paths, setting), []
         if texts := self._texts_of(found):
             place = found.index(texts[0])
@@ -227,18 +227,18 @@ class TokenDataModule(RowsDataModule):
             spans.append(Span(file, 0, len(file)))
         if self._border is not None and not any(span.file.border for span in spans):
             raise ConfigError(
-                f"the token {self._border.token} has no effect: all of {', '.join(paths)} say where documents begin; "
+                f"the token {self._border.token} has no effect: all of {', '.join(paths)} store where documents begin; "
                 "leave first_token and last_token out"
             )
         return ", ".join(paths), spans
 
     def _is_text(self, path: Path) -> bool:
-        """Return whether a file or directory has texts in place of tokens."""
+        """Return whether a file or directory has texts instead of tokens."""
         is_text = has_records(path) or path.suffix in _TEXTS or (self._texts is not None and path.suffix not in _TOKENS)
         if is_text and self._texts is None:
             raise ConfigError(
-                f"{path} has texts; name the tokenizer that makes tokens of them (tokenizer of TokenDataModule), or "
-                "prepare it with lightning-d9d prepare-data"
+                f"{path} has texts; name their tokenizer (tokenizer of TokenDataModule), or prepare them with "
+                "lightning-d9d prepare-data"
             )
         return is_text
 
@@ -246,8 +246,8 @@ class TokenDataModule(RowsDataModule):
         """Open a folder of litdata; its last blocks are held out unless there are validation files."""
         if self.borders and self._border is None:
             raise ConfigError(
-                f"{folder} does not say where documents begin. Name the token that ends or begins each (last_token or "
-                "first_token), or let documents see each other with borders=False"
+                f"{folder} does not store where documents begin. Name the token that ends or begins each (last_token "
+                "or first_token), or let tokens see other documents with borders=False"
             )
         about = (folder, self.sequence_length, self._border, self._vocab_size)
         num_blocks = len(LitDataRows(*about))
@@ -258,7 +258,7 @@ class TokenDataModule(RowsDataModule):
         return TokenRows(name, spans, self.sequence_length, self.borders, self._vocab_size)
 
     def _check_tokenizer(self, path: Path) -> None:
-        """Compare what `prepare-data` notes about the tokenizer with the model."""
+        """Compare the tokenizer that `prepare-data` has recorded with the model."""
         notes, vocab_size = path.with_suffix(".json"), self._vocab_size
         if vocab_size is None or not notes.is_file():
             return
@@ -293,7 +293,7 @@ class TokenDataModule(RowsDataModule):
 
 
 def _matching(path: str, setting: str, has_tokenizer: bool) -> list[Path]:
-    """Return the files that a path or a pattern names; without a tokenizer a pattern's files of tokens alone."""
+    """Return the files that a path or a pattern names; without a tokenizer, only token files of a pattern."""
     given = Path(path).expanduser()
     if not glob.has_magic(path):
         is_text = has_records(given) or (given.suffix not in _TOKENS and given.is_file())
@@ -309,7 +309,7 @@ def _matching(path: str, setting: str, has_tokenizer: bool) -> list[Path]:
 
 
 def _split(spans: Sequence[Span], fraction: float) -> tuple[list[Span], list[Span]]:
-    """Divide a text into a part for training and the end that is held out, where a document begins."""
+    """Divide a text into a part for training and a part at its end for validation, at the beginning of a document."""
     left = int(sum(span.stop - span.start for span in spans) * (1 - fraction))
     training, held_out = [], []
     for span in spans:

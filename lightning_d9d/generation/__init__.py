@@ -1,4 +1,7 @@
-"""Text from a trained model, and how well it predicts text: in one process, to look at a model, not to serve one."""
+"""Generates text with a trained model, and measures how well it predicts text.
+
+This runs in one process, for inspection rather than serving.
+"""
 
 from lightning_d9d.generation.cache import CachedDecoder
 from lightning_d9d.generation.perplexity import TextScore, score

@@ -15,16 +15,16 @@ from lightning_d9d.ops import attention
 
 
 class CachedDecoder:
-    """A whole model that is given a text in pieces, and keeps the keys and values of what it was given. Local.
+    """A whole model that processes a text in pieces, and keeps the keys and values of earlier tokens. Local.
 
-    Its logits are those of one call with all tokens. Between its calls the model is as it was.
+    Its logits equal those of one call with all tokens. Between its calls the model is unchanged.
 
     Args:
-        model: All stages in one, on one device, in `eval()`.
-        max_length: How many tokens it can be given in all. Memory for their keys and values is taken at the first call.
+        model: Model with all stages, on one device, in `eval()`.
+        max_length: Maximum number of tokens in all. Memory for keys and values is allocated at the first call.
 
     Raises:
-        ConfigError: The model is a stage, or its attention runs over several ranks.
+        ConfigError: The model is a single stage, or its attention runs over several ranks.
     """
 
     def __init__(self, model: Qwen3MoeForCausalLM, max_length: int) -> None:
@@ -53,11 +53,11 @@ class CachedDecoder:
             Shape `[batch, new, vocab]`.
 
         Raises:
-            ConfigError: The tokens, with those before, are more than `max_length`.
+            ConfigError: The tokens together with earlier ones exceed `max_length`.
         """
         end = self.length + input_ids.shape[1]
         if end > self.max_length:
-            raise ConfigError(f"{end} tokens are more than max_length={self.max_length} of the CachedDecoder")
+            raise ConfigError(f"{end} tokens exceed max_length={self.max_length} of the CachedDecoder")
         positions = torch.arange(self.length, end, device=input_ids.device)[None]
         with self._attending_to_all():
             logits = self.model(input_ids, position_ids=positions).logits

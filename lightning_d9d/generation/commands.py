@@ -1,4 +1,4 @@
-"""`lightning-d9d generate` and `evaluate`: what a trained model writes, and how well it predicts a text."""
+"""`lightning-d9d generate` and `evaluate`: text that a trained model generates, and how well it predicts a text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main_generate(chosen: argparse.Namespace) -> None:
     """Runs `generate`.
 
     Args:
-        chosen: What `lightning_d9d.cli.commands.generate_parser` reads.
+        chosen: Arguments as `lightning_d9d.cli.commands.generate_parser` reads them.
 
     Raises:
         StateError: The model's files are missing, damaged or of another kind.
@@ -52,7 +52,7 @@ def main_evaluate(chosen: argparse.Namespace) -> None:
     for path, text in zip(chosen.text, texts, strict=True):
         tokens = torch.tensor(tokenizer.encode(text), dtype=torch.long)
         if len(tokens) < 2:
-            raise ConfigError(f"{path} has {len(tokens)} tokens, and none to predict; give a longer text")
+            raise ConfigError(f"{path} has {len(tokens)} tokens, so none can be predicted; give a longer text")
         of_text = score(model, tokens, context_length, chosen.batch_size)
         loss += of_text.loss * of_text.num_tokens
         num_tokens += of_text.num_tokens
@@ -80,7 +80,7 @@ def _read(path: str) -> str:
 
 
 def _texts(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """Yield the text in pieces; a character that takes several tokens comes when it is complete."""
+    """Yield the text in pieces; a character of several tokens is yielded when it is complete."""
     seen: list[int] = []
     text, num_given = "", 0
     for token in tokens:

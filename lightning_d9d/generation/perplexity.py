@@ -15,9 +15,9 @@ class TextScore(NamedTuple):
     """How well a model predicts a text."""
 
     loss: float
-    """The mean of -log of the probability of each token that is predicted, in nats."""
+    """The mean of -log of the probability of each predicted token, in nats."""
     num_tokens: int
-    """How many those are: all but the first."""
+    """The number of predicted tokens: all but the first."""
 
     @property
     def perplexity(self) -> float:
@@ -29,13 +29,13 @@ class TextScore(NamedTuple):
 def score(model: Qwen3MoeForCausalLM, tokens: Tensor, context_length: int = 2048, batch_size: int = 1) -> TextScore:
     """Predict each token of a text but the first, from up to `context_length` tokens before it. Local.
 
-    The text is split into windows that follow each other, as in training: a token sees those of its window alone.
+    The text is split into consecutive windows, as in training: a token sees only those of its window.
 
     Args:
-        model: A whole one, on one device. It is put into `eval()` while it runs.
+        model: A whole model, on one device. It is put into `eval()` while it runs.
         tokens: Integers, shape `[seq]`, at least two.
-        context_length: Of a window.
-        batch_size: Windows that run at the same time; at least 1.
+        context_length: Number of tokens in a window.
+        batch_size: Number of windows that run at the same time; at least 1.
 
     Raises:
         ConfigError: The text is too short, the windows are longer than the model has positions, or `batch_size` is
@@ -43,7 +43,7 @@ def score(model: Qwen3MoeForCausalLM, tokens: Tensor, context_length: int = 2048
     """
     limit = model.config.max_position_embeddings
     if len(tokens) < 2:
-        raise ConfigError(f"a text of {len(tokens)} tokens has none to predict; give a longer one")
+        raise ConfigError(f"a text of {len(tokens)} tokens has none that can be predicted; give a longer one")
     if not 1 <= context_length <= limit:
         raise ConfigError(
             f"context_length={context_length} must be from 1 to max_position_embeddings={limit} of the model"
@@ -65,7 +65,7 @@ def score(model: Qwen3MoeForCausalLM, tokens: Tensor, context_length: int = 2048
 
 
 def _batches(num_tokens: int, context_length: int, batch_size: int) -> Iterator[tuple[slice, int]]:
-    """Tokens of a batch, and of a window in it; what is left makes a last window of its own."""
+    """Yield the tokens of each batch, and of the windows in it; remaining tokens make a last window."""
     whole, step = num_tokens // context_length * context_length, context_length * batch_size
     for begin in range(0, whole, step):
         yield slice(begin, min(begin + step, whole)), context_length

@@ -16,19 +16,19 @@ class Sampling:
     """How the next token is chosen from the logits."""
 
     temperature: float = 0.0
-    """The divisor of the logits before a token is drawn; lower is more certain. 0 takes the likeliest one."""
+    """The divisor of the logits before a token is drawn; lower is more certain. 0 takes the most likely token."""
 
     top_k: int | None = None
-    """How many of the likeliest tokens are drawn from; None: all."""
+    """Number of most likely tokens to draw from; None draws from all."""
 
     top_p: float | None = None
-    """Drawn from are the fewest likeliest tokens that have this probability together; None: all
+    """Draw from the fewest most likely tokens that have this probability together; None draws from all
     (https://arxiv.org/abs/1904.09751)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"Sampling.temperature={self.temperature} must be at least 0; 0 takes the likeliest token"
+                f"Sampling.temperature={self.temperature} must be at least 0; 0 takes the most likely token"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"Sampling.top_k={self.top_k} must be at least 1")
@@ -36,7 +36,7 @@ class Sampling:
             raise ConfigError(f"Sampling.top_p={self.top_p} must be above 0 and at most 1")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ConfigError(
-                "Sampling.top_k and top_p do nothing at temperature=0, which draws nothing; set it to 1.0"
+                "Sampling.top_k and top_p have no effect at temperature=0, which draws nothing; set it to 1.0"
             )
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -65,28 +65,30 @@ def generate(
     stop: Collection[int] = (),
     seed: int = 0,
 ) -> Iterator[int]:
-    """Return the tokens that follow a prompt, one by one; each token is computed once. Local.
+    """Yield the tokens that follow a prompt, one by one; each token is computed once. Local.
 
     Args:
-        model: A whole one, on one device. It is put into `eval()` while it runs.
+        model: A whole model, on one device. It is put into `eval()` while it runs.
         prompt: Integers, shape `[seq]`, at least one.
-        max_new_tokens: After how many to end; at least 1.
+        max_new_tokens: Maximum number of new tokens; at least 1.
         sampling: How tokens are chosen.
-        stop: Tokens that end the text; they are not given out.
-        seed: Of what is drawn.
+        stop: Tokens that end the text; they are not yielded.
+        seed: Generator of the random draws.
 
     Raises:
-        ConfigError: The prompt is empty, `max_new_tokens` is below 1, or both together are more tokens than the model
-            has positions. It is raised by the call, before the first token is asked for.
+        ConfigError: The prompt is empty, `max_new_tokens` is below 1, or both together exceed the positions of the
+            model. The call itself raises it, before the first token is requested.
     """
     length, limit = len(prompt) + max_new_tokens, model.config.max_position_embeddings
     if len(prompt) == 0:
-        raise ConfigError("the prompt has no token; give at least one, such as the tokenizer's first of a text")
+        raise ConfigError(
+            "the prompt has no tokens; give at least one, such as the tokenizer's beginning-of-text token"
+        )
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if length > limit:
         raise ConfigError(
-            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens} are more than "
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens} exceed "
             f"max_position_embeddings={limit} of the model; ask for at most {max(0, limit - len(prompt))}"
         )
     return _tokens(CachedDecoder(model, length), prompt, sampling, stop, seed)

@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tok
 
 
 class Tokenizer(Protocol):
-    """A tokenizer turns text into tokens and back; those of `transformers` do."""
+    """A tokenizer converts text to tokens and back; those of `transformers` do."""
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the tokens of a text."""
@@ -34,14 +34,17 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Takes the UTF-8 bytes of a text for its tokens, as `ByteTextDataModule` does."""
+    """Uses the UTF-8 bytes of a text as its tokens, as `ByteTextDataModule` does."""
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes. What is not a byte, or not UTF-8, becomes a replacement character."""
+        """Return the text of bytes.
+
+        Tokens that are not bytes, and bytes that are not UTF-8, become replacement characters.
+        """
         return b"".join(bytes([t]) if t < _NUM_BYTES else b"\xff" for t in tokens).decode(errors="replace")
 
 
@@ -50,12 +53,12 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
 
     Args:
         source: A directory with `config.json` and safetensors files; a checkpoint directory, or a `.ckpt` file.
-        dtype: Of the weights; None leaves them as a checkpoint has them, or as `config.json` says.
-        device: Where the model is.
+        dtype: Dtype of the weights; None keeps that of the checkpoint, or of `config.json`.
+        device: Device of the model.
 
     Raises:
-        StateError: Nothing that can be read is there, or a file is damaged.
-        ConfigError: The model is of another kind, or this machine has no such device.
+        StateError: The source has nothing that can be read, or a file is damaged.
+        ConfigError: The model is of another kind, or this machine does not have the device.
     """
     try:
         torch.empty(0, device=device)
@@ -71,8 +74,8 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
             if read_value(source, ARGUMENTS_KEY) is not None:
                 raise
             raise ConfigError(
-                f"{source} is a checkpoint, but not of a Qwen3MoePretraining: it names no Qwen3MoeConfig; load it by "
-                "load_from_checkpoint of its own class, and call that module with a batch"
+                f"{source} is a checkpoint, but not of a Qwen3MoePretraining: it does not name a Qwen3MoeConfig. Load "
+                "it with load_from_checkpoint of its own class, and call that module with a batch"
             ) from error
         except StateError:
             raise
@@ -97,13 +100,13 @@ def _stored_dtype(source: str | Path) -> torch.dtype:
 
 
 def pretrained_tokenizer(name: str) -> Any:
-    """Read a tokenizer of Hugging Face. Local.
+    """Read a Hugging Face tokenizer. Local.
 
     Args:
         name: A directory, or a name that `transformers` knows.
 
     Raises:
-        ConfigError: There is none, or `transformers` is not installed.
+        ConfigError: The tokenizer does not exist, or `transformers` is not installed.
     """
     try:
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]: an extra
@@ -120,12 +123,13 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
 
     Args:
         name: A directory, or a name that `transformers` knows, with tokenizer files; "bytes" for a model of bytes. None
-            takes the files beside the model, or bytes if it has 256 tokens.
-        source: Of the model.
+            uses the files beside the model, or bytes if it has 256 tokens.
+        source: Vocabulary of the model.
         vocab_size: Of the model.
 
     Raises:
-        ConfigError: There is none, it has more tokens than the model, or `transformers` is not installed.
+        ConfigError: The tokenizer does not exist, it has more tokens than the model, or `transformers` is not
+            installed.
     """
     if name is None:
         beside = Path(source)
@@ -135,8 +139,8 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
             name = BYTES
         else:
             raise ConfigError(
-                f"{source} has no tokenizer ({', '.join(TOKENIZER_FILES)}) beside it; give one by --tokenizer, a "
-                "directory or a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
+                f"{source} has no tokenizer ({', '.join(TOKENIZER_FILES)}) beside it. Give one with --tokenizer: a "
+                "directory, a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
             )
     if name == BYTES:
         if vocab_size < _NUM_BYTES:
@@ -146,6 +150,6 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
     if len(tokenizer) > vocab_size and max(tokenizer.get_vocab().values()) >= vocab_size:
         raise ConfigError(
             f"the tokenizer {name!r} has ids up to {max(tokenizer.get_vocab().values())}, but the model has "
-            f"vocab_size={vocab_size}; give the one that it was trained with"
+            f"vocab_size={vocab_size}; give the model's own tokenizer"
         )
     return tokenizer

@@ -1,4 +1,4 @@
-"""Loggers beside Lightning's own. `aim.py` writes runs of Aim."""
+"""Loggers besides Lightning's own. `aim.py` writes runs of Aim."""
 
 from lightning_d9d.loggers.aim import AimLogger
 

@@ -1,4 +1,4 @@
-"""`AimLogger`: runs of a fit in a repository of Aim."""
+"""`AimLogger` logs runs to a repository of Aim."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SUBSETS = ("train", "val", "test")
 
 
 class AimLogger(Logger):
-    """Logs to [Aim](https://aimstack.io), which needs no server: `aim up` shows what is in the repository.
+    """Logs to [Aim](https://aimstack.io), which needs no server: `aim up` shows the repository.
 
-    A value `val_loss` is the metric `loss` in the context `{"subset": "val"}`, so that Aim draws it beside that of
+    A value `val_loss` becomes the metric `loss` in the context `{"subset": "val"}`, so that Aim draws it beside that of
     training. Only rank 0 writes. Needs the package `aim` (extra `aim`).
 
     Args:
-        save_dir: The directory of the repository, in `.aim`; also the address of a server (`aim://...`).
-        experiment: A name under which Aim groups runs.
-        run_hash: A run to go on with; by default a new one.
-        system_seconds: How often Aim's own thread notes the use of the host; None: never.
+        save_dir: The directory that contains the repository `.aim`; also the address of a server (`aim://...`).
+        experiment: The name under which Aim groups runs.
+        run_hash: Hash of a run to continue; by default a new run.
+        system_seconds: How often Aim's own thread records the use of the host; None: never.
 
     Raises:
         ConfigError: `aim` is not installed.
@@ -44,7 +44,8 @@ class AimLogger(Logger):
             from aim import Run  # type: ignore[import-not-found]
         except ImportError as error:
             raise ConfigError(
-                "AimLogger needs aim, which is not installed: pip install 'lightning-d9d[aim]', or choose another one"
+                "AimLogger needs aim, which is not installed: pip install 'lightning-d9d[aim]', or choose another "
+                "logger"
             ) from error
         self._open = Run
         self._save_dir = str(save_dir)
@@ -56,7 +57,7 @@ class AimLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Aim's `Run`, opened when it is asked for first; on rank 0."""
+        """Aim's `Run`, opened on first use; on rank 0."""
         if self._run is None:
             self._run = self._open(
                 run_hash=self._hash,
@@ -85,7 +86,7 @@ class AimLogger(Logger):
         return self._save_dir
 
     def continue_run(self, run_hash: str) -> None:
-        """Go on with an earlier run. Call it before the run is opened. Local."""
+        """Continue an earlier run. This must be called before the run is opened. Local."""
         self._hash = run_hash
 
     @rank_zero_only
@@ -105,7 +106,7 @@ class AimLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close the run; it is opened again by what is logged later."""
+        """Close the run; a later call opens it again."""
         if self._run is not None:
             self._run.close()
             self._run = None

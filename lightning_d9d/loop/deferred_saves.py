@@ -1,4 +1,4 @@
-"""Saves that are asked for while gradients are being accumulated: they are done when the optimizer has stepped."""
+"""Saves that are requested while gradients are accumulated: they are deferred until the optimizer has stepped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_d9d.loop.patches import Patches
 
 
 class _Waiting(NamedTuple):
-    """An action that waits, and whether a checkpoint is under the path when it is done."""
+    """A deferred action, and whether a checkpoint is under the path when it is done."""
 
     action: Callable[[], object]
     path: str
@@ -23,14 +23,15 @@ class _Waiting(NamedTuple):
 
 
 class DeferredSaves(L.Callback):
-    """Does what it was given at the end of the batch with the optimizer step, after the other callbacks.
+    """Runs deferred actions at the end of the batch with the optimizer step, after the other callbacks.
 
     In this run, callbacks choose names of checkpoints as if all saves and removals had been done.
 
     Args:
-        patches: Those of the run.
-        trainer: One that is going to fit. This callback is among its callbacks while something waits.
-        is_open: Whether there are gradients of batches for which no step was taken.
+        patches: The patches of the run.
+        trainer: A Trainer that is going to fit. While an action is deferred, this callback is among the Trainer's
+            callbacks.
+        is_open: Returns whether there are gradients of batches without an optimizer step.
     """
 
     def __init__(self, patches: Patches, trainer: L.Trainer, is_open: Callable[[], bool]) -> None:
@@ -42,34 +43,34 @@ class DeferredSaves(L.Callback):
                 patches.replace(saver, "file_exists", partial(_file_exists, saver))  # it can be copied, pickled
 
     def add(self, action: Callable[[], object], path: str | Path, *, exists: bool) -> None:
-        """Do it later, after what was added before.
+        """Defer an action, after those that were added before.
 
         Args:
             action: Saves or removes a checkpoint.
             path: Of that.
-            exists: Whether one is there afterwards.
+            exists: Whether a checkpoint is there afterwards.
         """
         if not self._waiting:
             self._callbacks.append(self)
         self._waiting.append(_Waiting(action, os.path.abspath(path), exists))
 
     def will_exist(self, path: str | Path) -> bool | None:
-        """Return whether a checkpoint is under a path when all is done; None if nothing is to be done there."""
+        """Return whether a checkpoint will be under a path after all actions; None if no action is for that path."""
         of_path = [each.exists for each in self._waiting if each.path == os.path.abspath(path)]
         return of_path[-1] if of_path else None
 
     @property
     def are_waiting(self) -> bool:
-        """True if there is something to be done."""
+        """True if an action is deferred."""
         return len(self._waiting) > 0
 
     def run(self) -> None:
-        """Do all of it now."""
+        """Run all actions now."""
         for each in self.drop():
             each.action()
 
     def drop(self) -> list[_Waiting]:
-        """Do none of it; returns what waited."""
+        """Forget all actions, and return them."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             self._callbacks.remove(self)
@@ -78,7 +79,7 @@ class DeferredSaves(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Do it, if this was the window's last batch."""
+        """Run the actions, if this was the window's last batch."""
         if not self.is_open():
             self.run()
 

@@ -1,7 +1,7 @@
-"""Shows a run in the terminal: Lightning's progress bar and model summary, made right for a `D9DStrategy`.
+"""Corrects Lightning's progress bar and model summary in the terminal for a `D9DStrategy`.
 
-The Trainer has made them before its strategy sees it. So the objects stay, and get a class whose methods are right;
-those of a user's own class stay as they are.
+The Trainer makes these objects before its strategy sees them. So the objects stay, and get a class with corrected
+methods; objects of a user's own class are left alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import local
 
 _DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
-"""Warnings of torch that are meant for Lightning."""
+"""Warnings of torch that are addressed to Lightning."""
 _ORDER_OF_STEPS = r"Detected call of `lr_scheduler\.step\(\)` before"
 _NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`"
 
@@ -45,14 +45,14 @@ def describe_run(
     num_tokens: int,
     bucket_bytes: int,
 ) -> str:
-    """Describe the mesh and what this rank holds. Local.
+    """Describe the mesh and this rank's part of the model. Local.
 
     Args:
         mesh: The mesh of the run.
         parameters: This rank's parameters.
-        tied: The names of those that other pipeline ranks hold, too.
-        accumulated_batches: The batches of an optimizer step.
-        num_tokens: The tokens of a batch on this rank; 0 if it is unknown.
+        tied: The names of parameters that other pipeline ranks hold, too.
+        accumulated_batches: The number of batches of an optimizer step.
+        num_tokens: The number of tokens of a batch on this rank; 0 if it is unknown.
         bucket_bytes: The size of the gradient buckets.
     """
     weights = sum(local(each).numel() * each.element_size() for each in parameters)
@@ -74,7 +74,7 @@ def adapt_display(patches: Patches, trainer: L.Trainer) -> None:
 
 
 def say(trainer: L.Trainer, text: str) -> None:
-    """Log a text on rank 0, on lines of its own where a progress bar is shown. Local."""
+    """Log a text on rank 0, on separate lines if a progress bar is shown. Local."""
     bar = trainer.progress_bar_callback
     rich: Any = bar.progress if isinstance(bar, RichProgressBar) else None
     if bar is not None and rich is not None and rich.live.is_started and rich.console.is_terminal:
@@ -97,7 +97,7 @@ _no_tips = _NoTips()
 
 
 def silence() -> None:
-    """Hide what users can do nothing about: advertisements, and what torch has to say to Lightning. Local."""
+    """Hide messages that users cannot act on: advertisements, and torch's warnings to Lightning. Local."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_tips)
     for message in _DEPRECATIONS:
         warnings.filterwarnings("ignore", message)
@@ -106,7 +106,7 @@ def silence() -> None:
 def silence_hooks() -> None:
     """Hide warnings of a `D9DModule` about hooks and an order of calls that the user did not write. Local.
 
-    A scheduler steps also where an optimizer step is left out, which is said by itself.
+    A scheduler also steps when an optimizer step is skipped, which is reported separately.
     """
     for message in (_NO_LOADER, _ORDER_OF_STEPS):
         warnings.filterwarnings("ignore", message)
@@ -116,13 +116,13 @@ def silence_hooks() -> None:
 
 
 class _Bar(ProgressBar):
-    """Knows where an epoch begins and how long it is, which Lightning's bars do not after a resume."""
+    """A bar that knows where an epoch begins and how long it is; Lightning's bars do not after a resume."""
 
     _first_batch = 0
 
     @property
     def total_train_batches(self) -> int | float:
-        """Batches of this epoch, up to that with the last step."""
+        """Number of batches of this epoch, up to the batch with the last step."""
         trainer = self.trainer
         if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
             return trainer.num_training_batches
@@ -131,7 +131,7 @@ class _Bar(ProgressBar):
         return min(trainer.num_training_batches, self._first_batch + left)
 
     def resume(self, num_batches: int) -> None:
-        """Begin an epoch of which an earlier run did these batches, which took no time in this one."""
+        """Begin an epoch in which an earlier run did these batches, which took no time in this run."""
         if self.is_enabled:  # type: ignore[attr-defined]
             self._first_batch = num_batches
             self.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
@@ -143,7 +143,7 @@ class _Bar(ProgressBar):
 
 
 def resume_bar(trainer: L.Trainer) -> None:
-    """Begin the bar in the middle of an epoch that goes on. Lightning calls no hook there. Local."""
+    """Begin the bar in the middle of a resumed epoch. Lightning calls no hook for this. Local."""
     loop, bar = trainer.fit_loop, trainer.progress_bar_callback
     progress: Any = loop.epoch_loop.batch_progress.current
     num_batches: int = progress.processed
@@ -157,13 +157,13 @@ class _TqdmBar(_Bar, TQDMProgressBar):
         self.train_progress_bar.refresh()
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """Lightning's, with numbers as people write them: tqdm would make 9.01e+3 of 9012."""
+        """Return Lightning's metrics, with numbers as people write them: tqdm would print 9.01e+3 for 9012."""
         metrics = super().get_metrics(trainer, pl_module)
         return {k: readable(v) if isinstance(v, float) else v for k, v in metrics.items()}
 
 
 def readable(value: float) -> str:
-    """Return a number in four or more digits; with an exponent where it is very small or large."""
+    """Return a number in four or more digits; with an exponent if it is very small or large."""
     size = abs(value)
     if 1e3 <= size < 1e9:
         return f"{value:.0f}"
@@ -175,7 +175,7 @@ class _RichBar(_Bar, RichProgressBar):
         self._update(self.train_progress_bar_id, num_batches)  # the speed is counted from the first update on
 
     def _get_train_description(self, current_epoch: int) -> str:
-        """Leave the number of epochs out where none limits the run, which Lightning would call -2."""
+        """Leave out the number of epochs if the run has no limit, which Lightning would print as -2."""
         text = super()._get_train_description(current_epoch)
         return text.removesuffix("/-2").ljust(len(self.validation_description))
 
@@ -185,7 +185,7 @@ class _RichBar(_Bar, RichProgressBar):
 
 class _Summary(ModelSummary):
     def _summary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Any:
-        """Summarize the whole model, also where this rank has some of its stages. Collective over a pipeline."""
+        """Summarize the whole model, even if this rank has some of its stages. Collective over a pipeline."""
         strategy = cast(Any, trainer.strategy)
         if not strategy.is_pipelined:
             return super()._summary(trainer, pl_module)
@@ -204,7 +204,7 @@ def _without_flops(columns: list[tuple[str, list[str]]]) -> list[tuple[str, list
 
 
 def _text(columns: list[tuple[str, list[str]]], totals: tuple[Any, ...]) -> list[str]:
-    """Return the lines of Lightning's table, but for the last, which has the number of operations."""
+    """Return the lines of Lightning's table, except the last, which has the number of operations."""
     rest: Any = (*totals, 0, *columns)
     return _format_summary_table(*rest).splitlines()[:-1]
 
@@ -214,7 +214,7 @@ class _PlainSummary(_Summary):
     def summarize(
         summary_data: list[tuple[str, list[str]]], *totals: Any, total_flops: int, **summarize_kwargs: Any
     ) -> None:
-        """Lightning's, without the number of operations where it was not counted."""
+        """Return Lightning's summary, without the number of operations if it was not counted."""
         if total_flops:
             ModelSummary.summarize(summary_data, *totals, total_flops=total_flops, **summarize_kwargs)
         else:

@@ -1,4 +1,4 @@
-"""Stops of one process, and how a run that was stopped goes on. Several processes stop together, see `shutdown.py`."""
+"""Stops of one process, and how a stopped run resumes. Several processes stop together: see `shutdown.py`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _ASKED = b"\nCtrl-C: training stops before the next batch; once more stops it at
 
 
 class Interruption:
-    """Lets Ctrl-C stop the fit of one process before a batch, where a checkpoint can be saved.
+    """Makes Ctrl-C stop the fit of one process before a batch, where a checkpoint can be saved.
 
-    Inside of an accumulation window it waits for its end. A second Ctrl-C raises KeyboardInterrupt at once, and
-    callbacks do not save what is half a step. A handler of the user's own stays.
+    Inside of an accumulation window it waits for the window's end. A second Ctrl-C raises KeyboardInterrupt at once,
+    and callbacks do not save a partial step. The user's own handler stays.
 
     Args:
-        patches: Those of the run.
-        trainer: One that is going to fit, before Lightning registers its own handlers of signals.
-        window_is_open: Whether there are gradients for which no step was taken.
+        patches: The patches of the run.
+        trainer: A Trainer that is going to fit, before Lightning registers its own handlers of signals.
+        window_is_open: Returns whether there are gradients without an optimizer step.
     """
 
     def __init__(self, patches: Patches, trainer: L.Trainer, window_is_open: Callable[[], bool]) -> None:
@@ -49,7 +49,7 @@ class Interruption:
         return self
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if it was asked for."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self._asked:
             raise KeyboardInterrupt
 
@@ -77,13 +77,13 @@ class Interruption:
 
 
 def set_exit_code(error: BaseException) -> None:
-    """Give a stop by SIGTERM its exit code: Lightning's has none, so that the process would exit with 0. Local."""
+    """Set the exit code of a stop by SIGTERM: with Lightning's exception the process would exit with 0. Local."""
     if isinstance(error, SIGTERMException) and error.code is None:
         error.code = 128 + signal.SIGTERM
 
 
 def refuse_saves(patches: Patches, trainer: L.Trainer) -> None:
-    """Let the Trainer's callbacks save nothing because of an exception: a run could not resume from there. Local."""
+    """Keep the Trainer's callbacks from saving because of an exception: a run could not resume from there. Local."""
     for callback in trainer.checkpoint_callbacks:
         patches.replace(callback, "on_exception", _save_nothing)
 
@@ -97,14 +97,14 @@ class Saved(NamedTuple):
 
     path: str
     step: int | None
-    """The number of optimizer steps in it; None if it was loaded by this run."""
+    """The number of its optimizer steps; None if this run loaded it."""
 
 
 def exit_message(step: int, saved: Saved | None, failure: str = "", reports: Sequence[str] = ()) -> str:
     """Return what a user wants to know of a fit that did not end by itself: why, and how to resume.
 
     Args:
-        step: Optimizer steps that were done.
+        step: Number of completed optimizer steps.
         saved: The last checkpoint.
         failure: The error; empty where the fit was stopped.
         reports: Paths of reports about this run.
@@ -134,15 +134,17 @@ def _resume_advice(step: int, saved: Saved | None, *, has_failed: bool) -> str:
 
 
 def last_checkpoint(trainer: L.Trainer, wanted: Literal["last", "auto"], command: str) -> str | None:
-    """Return the checkpoint that `--ckpt_path last` or `--ckpt_path auto` means; None if a fit begins without. Local.
+    """Return the checkpoint that `--ckpt_path last` or `--ckpt_path auto` means; None if a fit begins without one.
+
+    Local.
 
     Args:
-        trainer: With the callbacks that save.
-        wanted: "auto" lets a fit begin where there is none.
-        command: Such as "fit".
+        trainer: Trainer with the callbacks that save.
+        wanted: "last" or "auto"; "auto" lets a fit begin without a checkpoint.
+        command: Name of the subcommand, such as "fit".
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The checkpoint is missing.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's, that there is none

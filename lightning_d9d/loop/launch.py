@@ -1,4 +1,4 @@
-"""Before ranks join: whether the launcher started what the Trainer expects, and on which network they meet."""
+"""Before ranks join: checks that the launcher started the expected ranks, and chooses the network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNNOTICED = {
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Lightning's, which starts the other ranks of a machine; they know by which process they were started."""
+    """Lightning's launcher, which starts the other ranks of a machine; they know which process started them."""
 
     def _call_children_scripts(self) -> None:
         os.environ[_LAUNCHED_BY] = str(os.getpid())
@@ -51,12 +51,12 @@ class Launcher(_SubprocessScriptLauncher):
 
 @contextmanager
 def ending_with_launcher() -> Iterator[None]:
-    """Let a launched rank end when its launcher does, while ranks meet: nobody watches over them yet. Local.
+    """Make a launched rank end with its launcher, while ranks join and no watchdog runs yet. Local.
 
-    Without it a rank would wait for `TimeoutConfig.init_seconds`. Linux only.
+    Otherwise a rank would wait for `TimeoutConfig.init_seconds`. Linux only.
 
     Raises:
-        RankError: The launcher has ended before.
+        RankError: The launcher has already ended.
     """
     if _launcher is None or sys.platform != "linux":
         yield
@@ -65,17 +65,17 @@ def ending_with_launcher() -> Iterator[None]:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torch waits where Python's own handlers do not run
     try:
         if os.getppid() != int(_launcher):
-            raise RankError(f"the process that launched this rank, {_launcher}, has ended before the ranks met")
+            raise RankError(f"the process that launched this rank, {_launcher}, ended before the ranks joined")
         yield
     finally:
         prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def check_launcher_is_noticed(environment: ClusterEnvironment) -> None:
-    """Refuse to train as if alone, or to launch ranks, in one of several processes that a launcher started.
+    """Refuse to train alone, or to launch ranks, in one of several processes that a launcher started.
 
     Raises:
-        ConfigError: With the way to make Lightning notice the launcher.
+        ConfigError: Lightning does not detect the launcher; the message says how to make it do so.
     """
     if environment.creates_processes_externally or "NODE_RANK" in os.environ:
         return
@@ -83,16 +83,16 @@ def check_launcher_is_noticed(environment: ClusterEnvironment) -> None:
         number = os.environ.get(variable, "1")
         if number != "1" and (variable != "WORLD_SIZE" or "RANK" in os.environ):
             raise ConfigError(
-                f"{variable}={number} says that this is one of {number} processes, and Lightning has not noticed: "
-                f"{remedy}"
+                f"{variable}={number} says that this is one of {number} processes, but Lightning has not detected "
+                f"this: {remedy}"
             )
 
 
 def check_number_of_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
-    """Refuse a number of ranks, in all or on this node, other than the Trainer's.
+    """Refuse a number of ranks, in all or on this node, that differs from the Trainer's.
 
     Raises:
-        ConfigError: With both numbers.
+        ConfigError: Raised with both numbers.
     """
     launcher = type(environment).__name__.removesuffix("Environment")
     try:
@@ -137,15 +137,15 @@ def choose_network_interface(
     folder: Path = Path("/sys/class/net"),
     has_address: Callable[[str], bool] = has_ipv4_address,
 ) -> str | None:
-    """Let gloo and nccl talk over InfiniBand where several nodes have it and the user has chosen nothing.
+    """Make gloo and nccl use InfiniBand if several nodes have it and the user has not chosen an interface.
 
-    Sets `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` to the first interface called `ib...` that is up and has an
-    IPv4 address (without one it carries RDMA alone). Where there is none, gloo and nccl choose as always.
+    Sets `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` to the first interface called `ib...` that is up and has an IPv4
+    address (without one it carries RDMA alone). Without such an interface, gloo and nccl choose as always.
 
     Args:
-        num_nodes: Nodes of the run; with one nothing is set.
-        folder: What Linux shows of its network interfaces.
-        has_address: Whether an interface has an address.
+        num_nodes: Number of nodes of the run; with one node nothing is set.
+        folder: Linux's folder of network interfaces.
+        has_address: Returns whether an interface has an address.
 
     Returns:
         The name of the interface, if it was set here.
@@ -162,18 +162,18 @@ def choose_network_interface(
 
 
 def local_store(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> dist.TCPStore | None:
-    """Return the store of ranks that meet at an address of this machine, on that address alone. Collective.
+    """Return a store for ranks that join at an address of this machine, which listens only on that address. Collective.
 
-    torch by itself listens on all addresses, and whoever reaches the port controls the job.
+    torch itself listens on all addresses, and anyone who reaches the port controls the job.
 
     Args:
-        environment: Of the run, with its number of ranks.
-        num_nodes: Nodes of the run.
+        environment: Cluster environment of the run, with its number of ranks.
+        num_nodes: Number of nodes of the run.
         timeout: How long ranks wait for each other.
 
     Returns:
-        The store; None where torch is to start it: for several nodes, or an address that others reach. None also under
-        torchrun, which has started one.
+        The store; None if torch must start it: for several nodes, or for an address that other machines reach. None
+        also under torchrun, which has already started one.
     """
     address, port = environment.main_address, environment.main_port
     if num_nodes > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_loopback(address):
@@ -199,7 +199,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _listen(address: str, port: int) -> int | None:
-    """Return a socket the store takes over; None if the port is in use, perhaps by this process's earlier store."""
+    """Return a socket for the store to use; None if the port is in use, perhaps by an earlier store of this process."""
     for family, *_, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         try:
             return socket.create_server(place, family=family).detach()

@@ -1,4 +1,4 @@
-"""The run of a logger that a resumed fit goes on with."""
+"""The earlier run that a logger of a resumed fit continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BeforeLoggers(Protocol):
     """A callback that `D9DStrategy` calls before the Trainer's loggers begin their runs."""
 
     def before_loggers(self, trainer: L.Trainer) -> None:
-        """Loggers begin next. Collective over all ranks."""
+        """Called before loggers begin. Collective over all ranks."""
         ...
 
 
@@ -29,11 +29,11 @@ def hold_back(patches: Patches, trainer: L.Trainer) -> None:
 
 
 def _not_yet(logger: Logger) -> Any:
-    raise AttributeError(f"the run of {type(logger).__name__} begins when a checkpoint is read")
+    raise AttributeError(f"the run of {type(logger).__name__} begins only when a checkpoint has been read")
 
 
 class _ContinuedWriter(ExperimentWriter):
-    """Appends to the metrics of an earlier job, which Lightning's own would delete."""
+    """Appends to the metrics of an earlier job, which Lightning's own writer would delete."""
 
     def _check_log_dir_exists(self) -> None:
         if self._fs.isfile(self.metrics_file_path):
@@ -42,14 +42,14 @@ class _ContinuedWriter(ExperimentWriter):
 
 
 def continue_run(logger: Logger, run: Any) -> bool:
-    """Let a logger go on with an earlier run, before its own begins. Local.
+    """Make a logger continue an earlier run, before its own begins. Local.
 
     Args:
-        logger: Any. One that is not Lightning's may have a method `continue_run`.
-        run: What names it: a version, an id or a hash.
+        logger: Any. A logger that is not Lightning's may have a method `continue_run`.
+        run: Identifier of the run: a version, an id or a hash.
 
     Returns:
-        Whether it can.
+        Whether the logger can continue it.
     """
     own: Any = logger
     if hasattr(own, "continue_run"):

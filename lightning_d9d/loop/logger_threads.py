@@ -1,4 +1,4 @@
-"""Calls loggers in threads of their own, so that one that fails or hangs neither ends nor stalls a fit."""
+"""Calls loggers in separate threads, so that one that fails or hangs neither ends nor stalls a fit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning.pytorch.loggers import Logger
 from lightning_d9d.loop.patches import Patches
 
 _RETRY_SECONDS = (0.1, 1.0)
-"""How long a call that failed waits before it is made again; then it is lost."""
+"""Seconds before a failed call is repeated; after the last repetition it is lost."""
 _MOST_CALLS = 10_000
-"""Calls that may wait for a logger. Further ones are lost."""
+"""Maximum number of calls that may wait for a logger. Further calls are lost."""
 _CALLED = ("log_metrics", "log_hyperparams", "save")
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -28,8 +28,8 @@ class LoggerThread:
     """Makes the calls of one logger, in order. All methods are local, and only `drain` waits.
 
     Args:
-        name: Of the logger, for people.
-        hang_seconds: A call that takes longer is reported.
+        name: Name of the logger, for messages.
+        hang_seconds: Seconds after which a call is reported.
     """
 
     def __init__(self, name: str, hang_seconds: float) -> None:
@@ -44,7 +44,7 @@ class LoggerThread:
         self._thread.start()
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Make a call when those before it are done."""
+        """Make a call when earlier calls are done."""
         since = self._since
         if since is not None and monotonic() - since > self.hang_seconds:
             self._say("hangs", f"has hung for {monotonic() - since:.0f} s in a call")
@@ -91,12 +91,13 @@ class LoggerThread:
 
 
 def call_in_threads(patches: Patches, trainer: L.Trainer, hang_seconds: float) -> None:
-    """Let the loggers of a Trainer work in threads until each is finalized. Local.
+    """Make the loggers of a Trainer work in threads until each is finalized. Local.
 
     Args:
-        patches: Of the fit.
+        patches: Trainer of the fit.
         trainer: Its loggers may have been used before.
-        hang_seconds: A call that takes longer is reported; so long the end of the fit waits for each logger at most.
+        hang_seconds: Seconds after which a call is reported; the end of the fit waits at most this long for each
+            logger.
     """
     for logger in trainer.loggers:
         thread = LoggerThread(type(logger).__name__, hang_seconds)
@@ -106,7 +107,7 @@ def call_in_threads(patches: Patches, trainer: L.Trainer, hang_seconds: float) -
 
 
 def _finalize(thread: LoggerThread, logger: Logger, finalize: Callable[[str], None], status: str) -> None:
-    """Finalize a logger behind its other calls, and let it be called directly again."""
+    """Finalize a logger after its other calls, and call it directly again from then on."""
     thread.call(finalize, status)
     if thread.drain(thread.hang_seconds):
         for name in (*_CALLED, "finalize"):

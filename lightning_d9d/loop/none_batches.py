@@ -1,4 +1,4 @@
-"""Loaders that give None in place of batches: Lightning leaves them out, so a run until `max_steps` would not end."""
+"""Loaders that yield None in place of batches: Lightning skips None, so a run until `max_steps` would not end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MAX_IN_A_ROW = 1000
 
 
 class RefuseNoneBatches(L.Callback):
-    """Ends a fit whose loader gives None `MAX_IN_A_ROW` times in a row, or for all batches of an epoch.
+    """Ends a fit whose loader yields None `MAX_IN_A_ROW` times in a row, or for all batches of an epoch.
 
-    For one process. Of several ranks each needs data for every batch, see `RankWatch.end_train_step`.
+    This is for one process. With several ranks each needs data for every batch: see `RankWatch.end_train_step`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class RefuseNoneBatches(L.Callback):
             raise ConfigError(f"{MAX_IN_A_ROW:,} training batches in a row were None; {_remedy(trainer)}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compares with the number of batches of the epoch, some of which another run may have had."""
+        """Compare with the number of batches of the epoch, of which an earlier run may have had some."""
         if self._in_a_row and self._in_a_row >= trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             raise ConfigError(
                 f"all training batches of epoch {trainer.current_epoch} were None ({self._in_a_row} in a row); "

@@ -1,8 +1,8 @@
-"""All that a run replaces on the objects of Lightning's Trainer: one table, and one undo.
+"""Everything that a run replaces on the objects of Lightning's Trainer: one table, and one undo.
 
 Where Lightning offers no hook, methods and attributes are replaced on the objects of one Trainer, never on classes.
 `PATCHES` names each of them, with the reason and the line of Lightning that makes it work. A strategy makes one
-`Patches` in `setup_environment` and undoes it at the end of `teardown`; other files give it what they replace.
+`Patches` in `setup_environment` and undoes it at the end of `teardown`; other files replace attributes through it.
 `tests/strategy/test_lightning_privates.py` compares the table with Lightning's source.
 """
 
@@ -30,16 +30,17 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute that may be replaced, and what in Lightning makes the replacement work."""
+    """One attribute that may be replaced, and the line of Lightning that makes the replacement work."""
 
     attribute: str
     paths: tuple[str, ...]
-    """Where its owners are, from the Trainer; "" is the Trainer itself. A list stands for each of its items."""
+    """Paths to its owners, from the Trainer; "" is the Trainer itself. If a path leads to a list, each of its items is
+    an owner."""
     why: str
     user: str
     """The function or class that uses the attribute, below `lightning.pytorch`."""
     text: str
-    """How it does so, as its source has it."""
+    """The source line in which it does so."""
 
     def owners(self, trainer: L.Trainer) -> Iterator[Any]:
         """Yield the objects of a Trainer on which the attribute may be replaced. Local."""
@@ -238,7 +239,7 @@ PATCHES = (
 
 
 class Patches:
-    """Replaces attributes of one Trainer's objects for one run; `undo` takes all of it back. Everything is local.
+    """Replaces attributes of one Trainer's objects for one run; `undo` restores all of them. All methods are local.
 
     Args:
         trainer: The Trainer of the run.
@@ -257,11 +258,11 @@ class Patches:
 
         Args:
             owner: The object.
-            attribute: The name of an attribute that it has.
+            attribute: The name of an existing attribute.
             value: A method that replaces one of the class is called without the object.
 
         Raises:
-            ValueError: The table does not have it.
+            ValueError: The table does not have the attribute.
         """
         self._check(owner, attribute)
         before = owner.__class__ if attribute == "__class__" else vars(owner).get(attribute, _ABSENT)
@@ -272,29 +273,31 @@ class Patches:
         setattr(owner, attribute, value)
 
     def insert_callback(self, callback: L.Callback) -> None:
-        """Put a callback in front of the Trainer's others until `undo`."""
+        """Insert a callback before the Trainer's others until `undo`."""
         self._check(self._trainer, "callbacks")
         callbacks: list[L.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # a tuner has others
         callbacks.insert(0, callback)
         self._undo.callback(callbacks.remove, callback)
 
     def write(self, owner: Any, attribute: str, key: str, value: Any) -> None:
-        """Set an entry of a dict of the table. It stays, as what Lightning itself writes there.
+        """Set an entry of a dict of the table.
+
+        The entry is not undone, like entries that Lightning itself writes there.
 
         Raises:
-            ValueError: The table does not have it.
+            ValueError: The table does not have the entry.
         """
         self._check(owner, attribute)
         getattr(owner, attribute)[key] = value
 
     def undo(self) -> None:
-        """Take back what was replaced and inserted since the last call, the latest first."""
+        """Undo all replacements and insertions since the last call, the latest first."""
         self._undo.close()
 
     def _check(self, owner: Any, attribute: str) -> None:
         rows = [row for row in PATCHES if row.attribute == attribute]
         if not any(each is owner for row in rows for each in row.owners(self._trainer)):
             raise ValueError(
-                f"{type(owner).__name__}.{attribute} is not replaced: PATCHES in lightning_d9d/loop/patches.py has no "
-                "row for it and this Trainer; add one"
+                f"{type(owner).__name__}.{attribute} cannot be replaced: PATCHES in lightning_d9d/loop/patches.py has "
+                "no row for it and this Trainer; add one"
             )

@@ -1,4 +1,4 @@
-"""Progress bars: whether anybody sees them, and the loss in them, one step late."""
+"""Progress bars: whether they are visible, and the loss in them, which is shown one step late."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class LateProgress:
     """Shows a device value in the progress bar without making the host wait for the device.
 
     Lightning reads every value logged with `prog_bar=True` at once, which stops the host once a step. Here each value
-    is copied to the host behind the device's work, and shown when the next one is ready.
+    is copied to the host after the device's work, and shown when the next one is ready.
 
     Args:
-        patches: Those of the run.
-        trainer: One with a progress bar.
+        patches: The patches of the run.
+        trainer: A Trainer with a progress bar.
     """
 
     def __init__(self, patches: Patches, trainer: L.Trainer) -> None:
@@ -35,7 +35,7 @@ class LateProgress:
         self._copy = HostCopy()
 
     def show(self, name: str, value: Tensor) -> float | None:
-        """Show the value given before this one, which is returned, and send this one; nothing if it is on its way."""
+        """Show the previous value, which is returned, and begin to copy this one; do nothing if a copy is under way."""
         earlier = self._copy.exchange(value)
         if earlier is None:
             return None
@@ -45,7 +45,7 @@ class LateProgress:
 
 
 def warn_of_nonfinite(loss: float) -> None:
-    """Warn, once, of a `train_loss` that is on the host anyway."""
+    """Warn, once, about a `train_loss` that is not finite; the value must already be on the host."""
     if not math.isfinite(loss):
         rank_zero_warn(
             "train_loss is NaN or infinite, in this step or in one before; so are weights by now, perhaps. Go on from "

@@ -1,6 +1,6 @@
-"""Stopping, failing and ending epochs together: what one Trainer gets, for one run, so that `RankWatch` hears of it.
+"""Stopping, failing and ending epochs together: hooks of one Trainer, for one run, that inform `RankWatch`.
 
-Only with more than one process. In one, Lightning's and Python's own behaviour stays as it is.
+They are used only with more than one process. In one process, Lightning's and Python's own behaviour stays.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ _children: list[tuple[int, Popen]] = []  # ranks that this process launched; the
 
 
 class SavesOfRun(Protocol):
-    """The saves of a run, as far as a shutdown must know of them."""
+    """Facts about the saves of a run that a shutdown needs."""
 
     are_urgent: bool
-    """The job may end as soon as a checkpoint is saved."""
+    """True if the job may end as soon as a checkpoint is saved."""
     last: Saved | None
     """The checkpoint from which the run can go on."""
 
     @property
     def is_inside_of_window(self) -> bool:
-        """True if gradients have been accumulated with which no step was taken."""
+        """True if gradients have been accumulated without an optimizer step."""
         ...
 
 
 class Limits(Protocol):
-    """Limits and reports, as in `TimeoutConfig`."""
+    """Limits and settings of reports, as in `TimeoutConfig`."""
 
     @property
     def init_seconds(self) -> float: ...  # noqa: D102
@@ -82,22 +82,24 @@ class Limits(Protocol):
 class Shutdown:
     """Attaches a `RankWatch` to a Trainer.
 
-    - Lightning's handler of SIGTERM issues a collective from inside the handler, and each training batch begins with a
+    - Lightning's handler of SIGTERM issues a collective inside of the handler, and each training batch begins with a
       broadcast and a host sync. Both are replaced, on this Trainer's objects, by the watch's pipe and
       `RankWatch.begin_train_batch`.
-    - Ctrl-C asks all ranks to stop; a second one raises KeyboardInterrupt at once. Where it is ignored it stays so.
-    - After the training data are set up, ranks compare how many batches they have. One with more would wait for the
-      others in its next gradient sum. Where a loader cannot tell beforehand, `RankWatch.end_epoch` finds out.
-    - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare what they logged.
-      Where forwards are collective, a rank with less data first runs what the others do, see `uneven.py`.
-    - Where Lightning asks whether `should_stop` is set, ranks agree on it, see `early_stop.py`.
-    - A callback in front of all others reports an exception, and the fit loop does before a tuner restores what it had
-      saved. Unless ranks stopped together, callbacks then save nothing: some would wait for others, or mix two steps.
+    - Ctrl-C asks all ranks to stop; a second one raises KeyboardInterrupt at once. If Ctrl-C is ignored, it stays
+      ignored.
+    - When the training data are set up, ranks compare their numbers of batches. A rank with more would wait for the
+      others in its next gradient reduction. If a loader does not know its length, `RankWatch.end_epoch` detects the
+      difference.
+    - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare the names that they
+      logged. If forwards are collective, a rank with less data first runs dummy batches: see `uneven.py`.
+    - Where Lightning reads `should_stop`, ranks agree on it: see `early_stop.py`.
+    - A callback before all others reports an exception. The fit loop reports it before a tuner restores its saved
+      state. Unless ranks stopped together, callbacks then save nothing: some would wait for others, or mix two steps.
 
     Args:
-        patches: Those of the run.
-        trainer: Inside fit, validate, test or predict, with the process group joined.
-        saves: Knows of accumulation windows, and saves what SLURM puts back into the queue.
+        patches: The patches of the run.
+        trainer: Trainer inside fit, validate, test or predict, with the process group joined.
+        saves: Strategy that knows accumulation windows, and saves for a requeue by SLURM.
         limits: The `TimeoutConfig`.
     """
 
@@ -147,10 +149,10 @@ class Shutdown:
 
     @contextmanager
     def making_groups(self) -> Iterator[None]:
-        """Open around what makes process groups, for which ranks that have met need seconds. Collective.
+        """Guard the creation of process groups, for which ranks that have joined need seconds. Collective.
 
-        A rank that has not come, or not ended, after `TimeoutConfig.groups_seconds` fails the job. At the end ranks
-        tell each other of their processes, so that one can report where all are.
+        A rank that has not arrived, or not finished, after `TimeoutConfig.groups_seconds` fails the job. At the end
+        ranks exchange facts about their processes, so that one can report where all are.
         """
         hangs = self.watch.hangs
         assert hangs is not None
@@ -165,7 +167,7 @@ class Shutdown:
             limit.cancel()
 
     def _miss_groups(self, hangs: HangWatch) -> None:
-        """End the job from another thread; the report names who hangs, once all have come."""
+        """End the job from another thread; the report names the rank that hangs, once all have answered."""
         keys = [f"place/{rank}" for rank in range(self._trainer.world_size)]
         missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         if not missing:
@@ -199,7 +201,7 @@ class Shutdown:
         return self
 
     def close(self) -> None:
-        """End the watch when the run's patches are undone. Raises what `RankWatch.close` raises."""
+        """End the watch when the run's patches are undone. It raises the errors of `RankWatch.close`."""
         try:
             self.watch.close()
         finally:
@@ -266,7 +268,7 @@ class Shutdown:
 
     @contextmanager
     def _saving_for_requeue(self) -> Iterator[None]:
-        """Save for a requeue, which Lightning does inside the signal's handler, in the middle of other collectives."""
+        """Save for a requeue outside of the signal's handler: Lightning's would save in the middle of collectives."""
         try:
             yield
         except SIGTERMException as stop:
@@ -295,7 +297,7 @@ class Shutdown:
         self.watch.reads_stops = True
 
     def _read_signals(self, hangs: HangWatch) -> None:
-        """Let the watch read signals; those that stop ranks when Lightning has registered its handlers."""
+        """Make the watch read signals; those that stop ranks are added when Lightning has registered its handlers."""
         global _with_signals
         self.watch.reads_stops = False
         if threading.current_thread() is not threading.main_thread():
@@ -357,28 +359,28 @@ class _Reporter(L.Callback):
 
 
 def check_report_signal(report_signal: str | None, requeue_signal: int) -> None:
-    """Refuse to ask for a report by the signal on which a job goes back into SLURM's queue. Local.
+    """Refuse a report signal that also requeues a job of SLURM. Local.
 
     Args:
         report_signal: `TimeoutConfig.report_signal`.
-        requeue_signal: The other one.
+        requeue_signal: The requeue signal.
 
     Raises:
-        ConfigError: One signal is to do both.
+        ConfigError: One signal has both uses.
     """
     if report_signal == signal.Signals(requeue_signal).name:
         raise ConfigError(
-            f"TimeoutConfig.report_signal={report_signal!r} puts the job back into SLURM's queue: choose another, or "
+            f"TimeoutConfig.report_signal={report_signal!r} also requeues the job in SLURM: choose another signal, or "
             "another requeue_signal of SLURMEnvironment"
         )
 
 
 def hang_watch(trainer: L.Trainer, limits: Limits) -> HangWatch:
-    """Make what reports where ranks are, in a directory that this rank can write. Local.
+    """Make the object that reports where ranks are, in a directory that this rank can write. Local.
 
     Args:
-        trainer: Of the run.
-        limits: Say where and on which signal.
+        trainer: Trainer of the run.
+        limits: Whether to log the directory and the signal.
     """
     root = str(limits.report_directory or trainer.default_root_dir)
     directory = Path(root)
@@ -400,14 +402,14 @@ def _do_nothing(signum: int, frame: FrameType | None) -> None:
 
 
 def _check_reduced_names(results: _ResultCollection) -> None:
-    """Check names before Lightning reduces logged values one by one: a rank with other names would hang the others."""
+    """Check names before Lightning reduces logged values one by one: different names would make ranks hang."""
     names = sorted(k for k, m in results.items() if m.meta.on_epoch and (m.meta.sync.should or not m.is_tensor))
     gathered = all_gather_object(names)
     for rank, others in enumerate(gathered):
         if others != gathered[0]:
             raise RankError(
-                f"rank 0 logged {gathered[0]} in evaluation and rank {rank} {others}; log the same names on every rank "
-                "and give every rank at least one batch"
+                f"rank 0 logged {gathered[0]} in evaluation, but rank {rank} logged {others}. Log the same names on "
+                "every rank and give every rank at least one batch"
             )
 
 
@@ -436,10 +438,10 @@ def end_children_at_exit(launcher: _Launcher | None, rank: int, shutdown_seconds
 
 
 def _adopt_children(launcher: _Launcher | None, rank: int) -> None:
-    """Take the ranks that this one launched from Lightning's launcher.
+    """Take over the ranks that this one launched from Lightning's launcher.
 
-    Its observer would kill this process, with nothing said, up to 5 seconds after the first of them ends. Emptying its
-    list ends it.
+    Its observer would kill this process without a message, up to 5 seconds after the first of them ends. An empty list
+    ends the observer.
     """
     processes = getattr(launcher, "procs", None)
     if isinstance(launcher, _SubprocessScriptLauncher) and processes is not None:
@@ -448,7 +450,7 @@ def _adopt_children(launcher: _Launcher | None, rank: int) -> None:
 
 
 def _forget_signals() -> None:
-    """Reset signals in a forked process (a dataloader's worker, say), where they ask nothing of the ranks."""
+    """Reset signals in a forked process, such as a dataloader's worker, where they must not affect the ranks."""
     global _with_signals
     if _with_signals is not None:
         _with_signals = None

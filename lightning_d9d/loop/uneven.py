@@ -1,19 +1,19 @@
 """Loaders of a `D9DModule` that give data ranks different numbers of batches.
 
-Forward and backward of a batch may be collective over data ranks, so each rank must run as many as the others. Where
-lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree (`coordination/ahead.py`):
+Forward and backward of a batch may be collective over data ranks, so all ranks must run equally many batches. If
+lengths are known and equal, nothing is done. Otherwise ranks read one batch ahead and agree (`coordination/ahead.py`):
 
-- In training a rank whose data have ended trains on dummy batches, copies of its last one, until all have ended. They
-  pass through Lightning's loop, as there is an optimizer step to take.
-- In evaluation and prediction Lightning's loop sees a rank's own batches only. At the end, before ranks meet, those
-  that have had less than others run the rest. These are forwards of their last batch, without hooks, loss or result.
+- In training a rank whose data have ended trains on dummy batches, copies of its last one, until all have ended. Dummy
+  batches pass through Lightning's loop, because an optimizer step follows.
+- In evaluation and prediction Lightning's loop sees only a rank's own batches. At the end, before ranks meet, ranks
+  that had fewer batches run the rest. These are forwards of their last batch, without hooks, loss or result.
 
 Replicas that mix their weights send each other nothing in a batch. They compare lengths when an epoch begins. One with
 fewer batches trains on dummy batches until the longest has ended. So hooks, validations and checkpoints come at the
 same batch everywhere, and mixing goes on. Streams without a length must end together.
 
-A training batch that has been read ahead is copied to the GPU at once, behind the step of the batch before it. Where
-nobody else reads ahead, loaders whose worker processes read into pinned memory are read one batch ahead for that.
+A training batch that has been read ahead is copied to the GPU at once, after the step of the batch before it. For this
+purpose, loaders whose worker processes read into pinned memory are read one batch ahead even without such an agreement.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _REMEDY = "give every data rank at least one batch: more data, or fewer data ran
 
 @dataclass(frozen=True)
 class Alignment:
-    """How the loaders of a run are made to give all data ranks as many batches."""
+    """How the loaders of a run give all data ranks equally many batches."""
 
     group: dist.ProcessGroup | None
-    """The data ranks, on a backend for the CPU; None where there is one, which needs nobody."""
+    """The data ranks, on a backend for the CPU; None if there is only one."""
     in_evaluation: bool
-    """Also where no gradients are summed: forwards alone are collective."""
+    """True if evaluation is aligned, too, because forwards are collective."""
     num_microbatches: Callable[[Any], int] | None
     """Returns the number for a batch, if it must be equal on all ranks and follows from the batch."""
     run_dummy: Callable[[Any, BatchPlan], None]
-    """Run the forwards of a batch that counts nothing."""
+    """Runs the forwards of a batch that counts nothing."""
 
     resumes: Callable[[], bool]
-    """Returns whether loaders are still to take their place in a checkpoint, and begin then."""
+    """Returns whether loaders have yet to take their place in a checkpoint, and begin then."""
     copy_ahead: Callable[[Any], None] | None = None
-    """Begins to copy a batch to the device before its turn; None where it does not pay."""
+    """Begins to copy a batch to the device before its turn; None if it brings no gain."""
     replica: int | None = None
     """This rank's replica, where replicas mix their weights; None where gradients are summed over all ranks."""
 
@@ -70,9 +70,9 @@ class Alignment:
 
 
 def align_loaders(patches: Patches, trainer: L.Trainer, alignment: Alignment) -> None:
-    """Let the loops of a Trainer read through `TrainingLoader` and `EvaluationLoader` in this run. Local.
+    """Make the loops of a Trainer read through `TrainingLoader` and `EvaluationLoader` in this run. Local.
 
-    Loaders that have been set up in it stay.
+    Loaders that the run has already set up stay.
     """
     fit_loop: Any = trainer.fit_loop
     kinds: list[tuple[Any, Callable[[CombinedLoader], CombinedLoader], str]] = [
@@ -87,7 +87,7 @@ def align_loaders(patches: Patches, trainer: L.Trainer, alignment: Alignment) ->
 
 
 def leave_samplers(patches: Patches, trainer: L.Trainer) -> None:
-    """Keep a Trainer from putting its own samplers in place of those of the loaders, in this run. Local."""
+    """Keep a Trainer from replacing the samplers of loaders with its own, in this run. Local."""
     patches.replace(trainer._accelerator_connector, "use_distributed_sampler", False)
 
 
@@ -107,16 +107,18 @@ def data_processor_seconds(trainer: L.Trainer) -> float:
 
 
 def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
-    """Refuse a loader that has no batch or, on some ranks only, a length. Collective over all ranks unless `alone`.
+    """Refuse a loader that has no batch or that has, on some ranks only, a length.
+
+    Collective over all ranks unless `alone`.
 
     Args:
         loader: This rank's.
-        what: The loader, for people.
-        trains: Refuse also where no rank has a batch.
-        alone: This is the only rank.
+        what: Name of the loader, for messages.
+        trains: Whether to refuse also if no rank has a batch.
+        alone: Whether this is the only rank.
 
     Raises:
-        ConfigError: On every rank.
+        ConfigError: Raised on every rank.
     """
     lengths = Ranks(alone=alone).all_gather(sized_len(loader))
     empty = [rank for rank, length in enumerate(lengths) if length == 0]
@@ -129,24 +131,24 @@ def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
     if empty and (trains or len(empty) < len(lengths)):
         raise ConfigError(
             f"the {what} has no batch on rank {first_of(list(map(str, empty)))}: its dataset is empty, or drop_last "
-            "leaves out all of it; give more data or lower batch_size"
+            "drops all of it; give more data or lower batch_size"
         )
 
 
 class _Described(NamedTuple):
-    """The knowledge that a rank has of its loaders before it reads from them."""
+    """Facts that a rank knows about its loaders before it reads from them."""
 
     length: int | None
-    """Batches that it has, or takes at most; None if that is not known."""
+    """The number of its batches, or its limit; None if it is unknown."""
     known: Any
-    """A value that, if ranks have equal ones, makes numbers of batches and microbatches equal; None if nothing does."""
+    """A value that, if equal on all ranks, makes numbers of batches and microbatches equal; None if there is none."""
 
 
 class _AlignedLoader(CombinedLoader):
-    """A CombinedLoader that knows of other ranks.
+    """A CombinedLoader that takes other ranks into account.
 
     Args:
-        loader: Its loaders, not yet set up by Lightning, and its mode.
+        loader: Its loaders, which Lightning has not set up yet, and its mode.
         alignment: With whom.
     """
 
@@ -159,7 +161,7 @@ class _AlignedLoader(CombinedLoader):
         self._next: Any = None  # the item that has been read ahead: (batch, batch_idx, dataloader_idx), or None
 
     def _begin(self) -> list[_Described]:
-        """Begin an iteration and find out what ranks know of it. Collective over the data ranks."""
+        """Begin an iteration and exchange the facts that ranks know about it. Collective over the data ranks."""
         super().__iter__()
         ours = _Described(sized_len(self._iterator), self._known())
         if self._agreement is None:
@@ -171,7 +173,7 @@ class _AlignedLoader(CombinedLoader):
         return theirs
 
     def _known(self) -> Any:
-        """Return `_Described.known`. Lengths that an IterableDataset gives are not to be relied on."""
+        """Return `_Described.known`. Return the known lengths; lengths of an IterableDataset are not reliable."""
         if any(has_iterable_dataset(loader) for loader in self.flattened):
             return None
         lengths = [sized_len(loader) for loader in self.flattened]
@@ -193,14 +195,14 @@ class _AlignedLoader(CombinedLoader):
         return 0 if count is None or item is None or item[0] is None else count(item[0])
 
     def _check(self, places: list[int]) -> None:
-        """Raise `ConfigError` if some rank has nothing to fill with."""
+        """Raise `ConfigError` if some rank cannot make a dummy batch."""
         raise NotImplementedError
 
     def _refuse(self, indices: list[int]) -> None:
         assert self._agreement is not None
         ranks = [str(self._agreement.rank_of(index)) for index in indices]
         raise ConfigError(
-            f"rank{'s' * (len(ranks) > 1)} {first_of(ranks)} had no batch and other data ranks had; {_REMEDY}"
+            f"rank{'s' * (len(ranks) > 1)} {first_of(ranks)} had no batch, but other data ranks had one; {_REMEDY}"
         )
 
 
@@ -208,7 +210,7 @@ class _AlignedLoader(CombinedLoader):
 class _HandedOut:
     plan: BatchPlan
     states: list[Any]
-    """The states from which the batch after this one comes; None for loaders without one of their own."""
+    """The states from which the batch after this one is read; None for loaders without a state."""
 
 
 class _ReadAhead(NamedTuple):
@@ -216,14 +218,14 @@ class _ReadAhead(NamedTuple):
     error: Exception | None
     """The exception of the loader, `StopIteration` at its end; it is raised when it is the batch's turn."""
     states: list[Any]
-    """The states from which this item comes; None for loaders without one of their own."""
+    """The states from which this item is read; None for loaders without a state."""
 
 
 class TrainingLoader(_AlignedLoader):
-    """Gives all data ranks the same number of training batches, the last of them dummy batches where data are short.
+    """Gives all data ranks the same number of training batches; if data are short, the last ones are dummy batches.
 
-    It keeps the states that loaders had before they were read ahead. So it does with one data rank, too: Lightning
-    reads ahead itself where a loader has no length. Batches that were read ahead are in no place of a checkpoint.
+    It keeps the states that loaders had before batches were read ahead. This is needed with one data rank, too:
+    Lightning itself reads ahead if a loader has no length. Batches that were read ahead do not count in a checkpoint.
 
     Args:
         loader: As for `_AlignedLoader`.
@@ -297,11 +299,11 @@ class TrainingLoader(_AlignedLoader):
             self.is_even, self._agreed_length = False, most
 
     def __len__(self) -> int:
-        """Return the most batches of a data rank, if each of them knows its own."""
+        """Return the largest number of batches of a data rank, if all ranks know theirs."""
         if self._iterator is not None and self._waits:
             return super().__len__()
         if self._iterator is None:  # Lightning asks at the end, where an error of a loader must not be hidden
-            raise TypeError("how many batches there are is known once an iteration has begun")
+            raise TypeError("the number of batches is known only after an iteration has begun")
         if self.is_even:
             return super().__len__()
         if self._agreed_length is None:
@@ -374,7 +376,7 @@ class TrainingLoader(_AlignedLoader):
         return [None if is_place_of_sampler(each) else copy.deepcopy(each) for each in states]
 
     def _agreed(self, agreement: Agreement) -> tuple[Any, BatchPlan]:
-        """Return the next item, which some rank has; None if no rank has one."""
+        """Return the next item, if some rank has one; None if no rank has."""
         agreed = agreement.hear()
         if agreed.has_ended:
             return None, BatchPlan()
@@ -382,16 +384,16 @@ class TrainingLoader(_AlignedLoader):
         return self._next or self._dummy, BatchPlan(self._next is None, agreed.num_microbatches, agreed.num_ranks)
 
     def plan(self) -> BatchPlan:
-        """Return that of the batch that is trained on."""
+        """Return the plan of the current batch."""
         return BatchPlan() if self.is_even else self._history[-1 - self._num_ahead()].plan
 
     def num_own(self, num_batches: int) -> int:
-        """Return for how many first batches of an epoch this rank has data, if its loaders know their lengths."""
+        """Return for how many of an epoch's batches this rank has its own data; all if lengths are unknown."""
         length = None if self._iterator is None else sized_len(type(self._iterator)(self.flattened))
         return num_batches if length is None else min(num_batches, length)
 
     def _look_ahead(self, plan: BatchPlan) -> None:
-        """Keep the states of loaders and read the next batch, unless their end has been read."""
+        """Keep the states of loaders and read the next batch, unless the end has been read."""
         states = self._own_states()
         self._history.append(_HandedOut(plan, self._history[-1].states if plan.is_dummy else states))
         if self._agreement is None or plan.is_idle:
@@ -411,7 +413,7 @@ class TrainingLoader(_AlignedLoader):
     # States of loaders
 
     def _state_dicts(self) -> list[dict[str, Any]]:
-        """Return the states after what was trained on, though more has been read."""
+        """Return the states after the batches that were trained on, although more were read."""
         states = super()._state_dicts()
         if self._ahead is not None:
             return _as_then(states, self._ahead.states)
@@ -424,13 +426,13 @@ class TrainingLoader(_AlignedLoader):
         return _as_then(states, earlier)
 
     def _num_ahead(self) -> int:
-        """Batches that Lightning has taken and not trained on."""
+        """Return the number of batches that Lightning has taken but not trained on."""
         fetcher = self._loop._data_fetcher  # None after a run, from which the strategy keeps the states
         return 0 if fetcher is None else len(fetcher.batches)
 
 
 class EvaluationLoader(_AlignedLoader):
-    """Tells other data ranks of this one's batches, and runs what they run alone.
+    """Tells other data ranks about this rank's batches, and runs dummy batches with them.
 
     Args:
         loader: As for `_AlignedLoader`.
@@ -501,7 +503,7 @@ class EvaluationLoader(_AlignedLoader):
 
 
 def plan_of(fit_loop: Any) -> BatchPlan:
-    """Return the plan of the training batch that is trained on."""
+    """Return the plan of the current training batch."""
     loader = fit_loop._combined_loader
     return loader.plan() if isinstance(loader, TrainingLoader) else BatchPlan()
 
@@ -513,28 +515,34 @@ def begin_evaluation_step(loop: Any, batch: Any) -> BatchPlan:
 
 
 def catch_up(loop: Any) -> None:
-    """Catch up at the end of one of the loop's loaders, before ranks meet there. Collective over the data ranks."""
+    """Run the missing batches at the end of one of the loop's loaders, before ranks meet there.
+
+    Collective over the data ranks.
+    """
     if isinstance(loop._combined_loader, EvaluationLoader):
         loop._combined_loader.catch_up()
 
 
 def _as_then(states: list[Any], earlier: list[Any]) -> list[Any]:
-    """Return earlier states, and the present ones of loaders whose place the loop counts; none where a run is over."""
+    """Return earlier states, and the present ones of loaders whose place the loop counts; none if a run is over."""
     return [now if then is None else then for now, then in zip(states, earlier, strict=False)]
 
 
 def _is_read_by_workers(loader: object) -> bool:
-    """Return whether processes of its own read it into pinned memory: reading ahead takes no random number here."""
+    """Return whether worker processes read the loader into pinned memory: reading ahead draws no random number here."""
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.pin_memory
 
 
 def _is_stream(loader: object) -> bool:
-    """Return whether what it reads may be gone. Workers that stay are left: each beginning sets them another seed."""
+    """Return whether the loader reads data that cannot be read again.
+
+    Persistent workers are excluded: each beginning sets another seed for them.
+    """
     return sized_len(loader) is None and not getattr(loader, "persistent_workers", False)
 
 
 def _rows(loader: object) -> tuple[int, int] | None:
-    """Return the number of all rows, and that of a batch, where these give the rows of each batch."""
+    """Return the number of all rows, and of rows in a batch, if these determine the rows of each batch."""
     if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
         return None
     batches: Any = without_resuming(loader.batch_sampler)

@@ -1,4 +1,4 @@
-"""Ranks that act together: an error on one of them is raised on all."""
+"""Ranks act together: an error on one of them is raised on all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_d9d.mesh.collectives import all_gather_object
 T = TypeVar("T")
 K = TypeVar("K")
 MAX_NAMED = 3
-"""How many items of a list an error names."""
+"""Maximum number of items of a list that an error names."""
 
 _REMEDIES = {
     **dict.fromkeys(
@@ -33,8 +33,8 @@ class Ranks:
     """The ranks of a process group, or this process alone.
 
     Args:
-        group: The ranks; None for the default process group, or for this process where there is none.
-        alone: If True, this process only, even where there are groups.
+        group: The ranks; None for the default process group, or for this process if there is none.
+        alone: Whether to use this process only, even if there are groups.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
@@ -50,7 +50,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that acts for all."""
+        """True if this rank acts for all."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
@@ -63,15 +63,15 @@ class Ranks:
         It may take as long as the group's timeout lets the other ranks wait.
 
         Args:
-            failure: The beginning of the error.
+            failure: The beginning of the error message.
             action: A function that may raise any `Exception`, on any rank.
 
         Raises:
             StateError: The action failed on some rank. Every rank raises the same error, with the ranks and their
                 reasons, and a remedy for errors of the file system. On a rank that failed, its own exception is the
                 cause.
-            ConfigError: The same, where the lowest rank that failed had a ConfigError.
-            RankError: The same, where the lowest rank that failed had a RankError.
+            ConfigError: The action failed, and the lowest rank that failed had a ConfigError.
+            RankError: The action failed, and the lowest rank that failed had a RankError.
         """
         value: T | None = None
         problem: tuple[type[Exception], str] | None = None
@@ -130,7 +130,7 @@ class Ranks:
 
 
 def first_of(texts: list[str]) -> str:
-    """Return the first of the texts, and how many more there are."""
+    """Return the first of some texts, and the number of the others."""
     more = f"; and {len(texts) - MAX_NAMED} more" if len(texts) > MAX_NAMED else ""
     return "; ".join(texts[:MAX_NAMED]) + more
 

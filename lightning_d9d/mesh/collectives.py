@@ -25,12 +25,12 @@ from lightning_d9d.waits import waiting
 T = TypeVar("T")
 _CHUNK_BYTES = 64 * 2**20
 _MAX_DIMS = 64
-"""More dims than any operator of torch takes."""
+"""Limit on the number of dims, above that of any operator of torch."""
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
-    """Overwrite each tensor in place with global rank `source`'s. Collective.
+    """Overwrite each tensor in place with that of global rank `source`. Collective.
 
     Tensors are sent in flat chunks of one dtype and device (about 64 MiB), so many small ones cost one message.
     """
@@ -59,7 +59,9 @@ def device_of_messages(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def check_equal_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks hold tensors of the same names, shapes, dtypes and placements in the same order. Collective.
+    """Check that all ranks hold tensors with the same names, shapes, dtypes and placements in the same order.
+
+    Collective.
 
     Shapes of DTensors are the global ones.
 
@@ -87,7 +89,9 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def first_difference(lines: Sequence[str], group: dist.ProcessGroup | None = None) -> str | None:
-    """Find where the first rank that differs from rank 0 begins to differ; None if all are equal. Collective.
+    """Return the place where the first rank that differs from rank 0 begins to differ; None if all are equal.
+
+    Collective.
 
     Ranks send hashes, and the lines themselves only if hashes differ.
     """
@@ -152,10 +156,10 @@ def main_first(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Let the first rank of the group run the body before the others, such as to download a file for all. Collective.
 
     The others wait in a collective, so the body may take at most the group's timeout. Without a default process group
-    the body just runs.
+    the body simply runs.
 
     Raises:
-        RankError: The body raised on the first rank. The other ranks raise this, and do not run the body.
+        RankError: The body raised on the first rank. The other ranks raise this error, and do not run the body.
     """
     if not dist.is_initialized():
         yield
@@ -173,8 +177,8 @@ def first_on_node(group: dist.ProcessGroup | None = None, node: str | None = Non
         node: Name of this rank's machine; by default the host name.
 
     Raises:
-        RankError: The body raised on the first rank of some machine. All other ranks raise this; only first ranks have
-            run the body.
+        RankError: The body raised on the first rank of some machine. All other ranks raise this error; only the first
+            ranks have run the body.
     """
     if not dist.is_initialized():
         yield
@@ -217,7 +221,10 @@ def _all_gather_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
 
 
 def _padded_bytes(tensor: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
-    """Return the tensor as bytes, padded to the longest. Bytes, since not every backend supports every dtype."""
+    """Return the tensor as bytes, padded to the longest.
+
+    Bytes are used because not every backend supports every dtype.
+    """
     own = tensor.reshape(-1).contiguous().view(torch.uint8)
     return torch.nn.functional.pad(own, (0, max(map(math.prod, shapes)) * tensor.itemsize - own.numel()))
 

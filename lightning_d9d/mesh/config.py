@@ -14,9 +14,12 @@ _FILL = -1
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Parallel degrees. All but `expert_parallel` multiply to the number of ranks; experts reuse the other axes' ranks.
+    """Parallel degrees.
 
-    One of the two data degrees may be -1: it takes all ranks that the others leave. `resolve` replaces it by its value.
+    All degrees but `expert_parallel` multiply to the number of ranks; experts reuse the ranks of the other axes.
+
+    One of the two data degrees may be -1: it then takes all ranks that the other degrees leave. `resolve` replaces it
+    by its value.
 
     Raises:
         ConfigError: A degree is not an integer of at least 1, or is -1 where that is not possible.
@@ -36,7 +39,7 @@ class MeshConfig:
     """Number of shards of each matrix."""
     expert_parallel: int = 1
     """Number of ranks that share one copy of the experts. They are consecutive ranks of a pipeline stage, along any of
-    its axes, `tp` included. It divides the ranks of a stage. A Qwen3 without experts refuses more than 1.
+    its axes, `tp` included. It divides the ranks of a stage. A Qwen3 without experts refuses a degree above 1.
     """
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ class MeshConfig:
         """Return the degrees for that many ranks, with -1 replaced by its value.
 
         Raises:
-            ConfigError: The degrees do not fit. The message names the degree, its value and the nearest that do.
+            ConfigError: The degrees do not fit. The message names the degree, its value and the nearest legal values.
         """
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
@@ -139,9 +142,8 @@ class MeshConfig:
     def expert_weights(self) -> dict[str, int]:
         """Return a domain like `expert`, with `ep_replicate` split in two.
 
-        Along `ep_fsdp` a copy of the experts is fully sharded: over the ranks of one replica that hold the same
-        experts. This needs an axis that shards data, and a copy within one replica. Along `ep_dp_replicate` there are
-        copies.
+        Along `ep_fsdp` a copy of the experts is fully sharded over the ranks of one replica that hold the same experts.
+        This needs an axis that shards data, and a copy within one replica. Along `ep_dp_replicate` there are copies.
         """
         ranks = self.world_size // self.pipeline_parallel
         replica = ranks // self.data_parallel_replicate

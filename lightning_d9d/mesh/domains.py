@@ -1,4 +1,4 @@
-"""Five views of the same ranks, as torch device meshes on one pool of process groups."""
+"""Several meshes over the same ranks, as torch device meshes on one pool of process groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_LISTED = 8
 
 
 class MeshDomains:
-    """The domains of a mesh, one for each view of its ranks; `build` makes them.
+    """The domains of a mesh, each a different arrangement of its ranks; `build` makes them.
 
     Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., split along its own axes; the last axis changes fastest.
     Axes that split the ranks alike share one process group, also across domains.
@@ -39,9 +39,9 @@ class MeshDomains:
     Pickling saves the degrees. Unpickling builds the domains again: it is collective and needs the same number of
     ranks. A deep copy is the object itself.
 
-    [Note: replicas apart] With `num_replicas` the world holds as many of these meshes side by side, and no group spans
-    two of them. All of the above is about the ranks of one: they are numbered from 0, and its world is not torch's. The
-    ranks of all are arranged as with an axis `dp_replicate` of that size.
+    [Note: replicas apart] With `num_replicas` the world consists of several such meshes side by side, and no group
+    spans two of them. All of the above then concerns the ranks of one mesh: they are numbered from 0, and its world is
+    not torch's. The ranks of all meshes are arranged as with an axis `dp_replicate` of that size.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class MeshDomains:
     ) -> MeshDomains:
         """Build the domains on the ranks of the default process group, and warm up their groups. Collective.
 
-        If one axis has all ranks, as in plain data parallelism, domains are built at their first use: the group is the
-        default one. One rank alone does not need a network either. Without a default process group, one of a
-        single rank is made.
+        If one axis has all ranks, as in plain data parallelism, domains are built at their first use: their group is
+        the default one. A single rank does not need a network either. Without a default process group, one of a single
+        rank is made.
 
         Args:
             config: Parallel degrees. They multiply to the number of ranks, or one of them is -1.
             device_type: "cpu" or "cuda".
             timeout_seconds: Time limit of the groups' collectives; None for torch's own. The default process group
                 keeps its own limit.
-            num_replicas: The number of such meshes that the ranks make up. [Note: replicas apart].
+            num_replicas: The number of such meshes in the world. [Note: replicas apart].
 
         Raises:
             ConfigError: The degrees do not fit the number of ranks.
@@ -125,8 +125,8 @@ class MeshDomains:
     def expert_weights(self) -> DeviceMesh:
         """The mesh of this rank's experts: `ep_dp_replicate`, `ep_fsdp`, `ep_shard`, a view of `expert`.
 
-        `MeshConfig.expert_weights` says how `ep_replicate` is split. Collective over all ranks at the first use, which
-        makes the missing groups.
+        `MeshConfig.expert_weights` describes how `ep_replicate` is split. Collective over all ranks at the first use,
+        which makes the missing groups.
         """
         if "expert_weights" not in self._meshes:
             shape = self.config.expert_weights()
@@ -139,10 +139,10 @@ class MeshDomains:
     def weights(self) -> DeviceMesh:
         """The mesh of weights outside of experts: `dp_cp_replicate`, `dp_cp_shard`, `tp`, a view of `dense`.
 
-        Along `dp_cp_replicate` there are copies: it is `dp_replicate` and `cp_replicate` in one. After `split_tensor`
-        it has `tp_shard` and `tp_replicate` in place of `tp`. Torch combines, for instance, tensor and data parallelism
-        of one module only if both are parts of one mesh: this one. Collective over all ranks at the first use, which
-        makes the missing groups.
+        Along `dp_cp_replicate` there are copies: it combines `dp_replicate` and `cp_replicate`. After `split_tensor` it
+        has `tp_shard` and `tp_replicate` in place of `tp`. Torch combines, for example, tensor and data parallelism of
+        one module only if both are parts of one mesh: this one. Collective over all ranks at the first use, which makes
+        the missing groups.
         """
         if "weights" not in self._meshes:
             shape = self._tensor_shapes.get("dense", self._shapes["dense"])
@@ -164,7 +164,7 @@ class MeshDomains:
 
     @property
     def tensor_axes(self) -> tuple[Axis, ...]:
-        """The axes of `weights` that are for tensor parallelism."""
+        """The axes of `weights` for tensor parallelism."""
         return (Axis.TP_SHARD, Axis.TP_REPLICATE) if self._tensor_shapes else (Axis.TP,)
 
     def split_tensor(self, num_shards: int) -> None:
@@ -195,7 +195,7 @@ class MeshDomains:
 
     @property
     def batch(self) -> DeviceMesh:
-        """The domain for data: along `dp` samples differ, along `cp` parts of them differ, along `tp` all is equal."""
+        """The domain for data: samples differ along `dp`, parts of them along `cp`, and `tp` ranks have equal data."""
         return self._mesh("batch")
 
     @property
@@ -226,7 +226,7 @@ class MeshDomains:
 
     @property
     def rank_name(self) -> str:
-        """The coordinates of this rank for people: `pp0-dp3`, with the axes of `batch` that have more than one rank."""
+        """The coordinates of this rank as text: `pp0-dp3`, with the axes of `batch` that have more than one rank."""
         coordinates = self.coordinates
         return "-".join(f"{axis}{coordinates[axis]}" for axis, size in self._shapes["batch"].items() if size > 1)
 
@@ -243,12 +243,12 @@ class MeshDomains:
     def for_axes(self, *axes: Axis | str, domain: str | None = None) -> DeviceMesh:
         """Return this rank's part of a domain along some axes, as a mesh with these axes.
 
-        `fully_shard` takes `for_axes("dp_replicate", "dp_cp_shard")` for hybrid sharding. It makes no new group.
+        `fully_shard` takes `for_axes("dp_replicate", "dp_cp_shard")` for hybrid sharding. No new group is made.
 
         Args:
             axes: Axes of one domain, in its order.
-            domain: The domain, where several have the axes; by default the first. Meshes that torch combines, such as
-                for tensor and data parallelism of one module, must come from one domain.
+            domain: The domain, if several have the axes; by default the first. Meshes that torch combines, such as for
+                tensor and data parallelism of one module, must come from one domain.
 
         Raises:
             ConfigError: No domain has these axes in this order.
@@ -261,13 +261,14 @@ class MeshDomains:
         """Return the process group of the ranks that differ from this one along some axes only.
 
         Collective over all ranks if the group does not exist yet; it is then made and warmed up. All ranks must call it
-        in the same order. `group(axis)` never makes one. Nor do axes whose sizes multiply to 1.
+        in the same order. `group(axis)` for a single axis never makes one. Axes whose sizes multiply to 1 do not
+        either.
 
         Args:
             axes: Axes of one domain, in its order.
-            lane: The lane. Collectives of groups in different lanes can overlap: "moe" has experts' all-to-all,
-                "reduce" gradients, "pipeline" and "pipeline_backward" activations and their gradients. The lane
-                "mixing" has weights of replicas, "checkpoint" saves in the background, "default" all others.
+            lane: The lane. Collectives of groups in different lanes can overlap. "moe" has experts' all-to-all,
+                "reduce" gradients, and "pipeline" and "pipeline_backward" activations and their gradients. The lane
+                "mixing" has weights of replicas, "checkpoint" saves in the background, and "default" all others.
             backend: "gloo", "nccl", ...; by default that of the default process group.
             high_priority: On nccl, the group's kernels run before other work of the GPU.
 
@@ -295,7 +296,7 @@ class MeshDomains:
     ) -> dist.ProcessGroup:
         """Return the process group over some pipeline ranks, and over further axes.
 
-        Collective over all ranks. This rank's group is that of the part with its pipeline rank; a rank outside of all
+        Collective over all ranks. This rank gets the group of the part with its pipeline rank; a rank outside of all
         parts gets a group of its own.
 
         Args:
@@ -310,8 +311,8 @@ class MeshDomains:
         shape = self._shapes["batch"]
         if unknown := [axis for axis in axes if axis not in shape]:
             raise ConfigError(
-                f"the domain 'batch' has no axis {unknown[0]!r}, only {', '.join(shape)}: parameters that stages "
-                "share cannot be sharded over it. Give each stage experts and attention of its own"
+                f"the domain 'batch' has no axis {unknown[0]!r}, only {', '.join(shape)}: parameters that stages share "
+                "cannot be sharded over it. Give each stage its own experts and attention"
             )
         ranks = torch.arange(self.config.world_size).view(*shape.values())  # [pp, dp, cp, tp]
         along = [axis for axis, name in enumerate(shape) if name in axes]
@@ -336,7 +337,9 @@ class MeshDomains:
     def group_of_replicas(
         self, *axes: Axis | str, lane: Lane = "default", backend: str | None = None
     ) -> dist.ProcessGroup:
-        """Return the ranks that differ from this one along some axes alone, in all replicas. Collective over all ranks.
+        """Return the group of ranks that differ from this one only along some axes, in all replicas.
+
+        Collective over all ranks.
 
         This is `group`, unless replicas are apart. [Note: replicas apart].
         """
@@ -349,12 +352,12 @@ class MeshDomains:
         return self._pooled(joined, f"replicas+{'+'.join(axes)}|{domain}", lane=lane, backend=backend)
 
     def mixing_group(self, edges: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """Return the ranks that have this one's place in the replicas of one edge, as a group of the lane "mixing".
+        """Return the group of ranks at this rank's place in the replicas of one edge, in the lane "mixing".
 
         Collective over all ranks.
 
         Args:
-            edges: Replicas that go together; each of them is in one edge.
+            edges: Sets of replicas that mix; each replica is in one edge.
         """
         numbers = [self._ranks(replica).tolist() for replica in range(self.num_replicas)]
         largest_first = sorted((tuple(sorted(edge)) for edge in edges), key=lambda edge: (-len(edge), edge))
@@ -372,7 +375,7 @@ class MeshDomains:
             set_group_timeout(dist.group.WORLD, timedelta(seconds=seconds))
 
     def describe(self, extra: Mapping[str, object] | None = None) -> str:
-        """Return a table of domains and groups as this rank sees them, for people. Builds nothing.
+        """Return a table of domains and groups, as this rank sees them, for printing. Builds nothing.
 
         Args:
             extra: Further lines, from name to value.
@@ -400,7 +403,8 @@ class MeshDomains:
         """Close the domains; others can be built afterwards.
 
         The default process group is destroyed if it was made for them. Otherwise the groups stay for later domains, as
-        long as the default process group lives. Later meshes equal these ones, so to DTensor they are the same.
+        long as the default process group lives. Later meshes compare equal to these, so DTensor treats them as the
+        same.
         """
         if self._pool is not None:
             self._pool.release()
@@ -442,13 +446,13 @@ class MeshDomains:
         return not all(len(split_ranks[0]) in free for split_ranks in self._partitions())
 
     def _ranks(self, replica: int) -> torch.Tensor:
-        """Return torch's numbers for the ranks of one of these meshes, `[ranks]`."""
+        """Return torch's numbers of the ranks of one of these meshes, `[ranks]`."""
         stage_size = self.config.world_size // self.config.pipeline_parallel
         ranks = torch.arange(self.config.world_size * self.num_replicas, dtype=torch.int)
         return ranks.view(-1, self.num_replicas, stage_size)[:, replica].flatten().clone()  # torch looks at storage
 
     def _everywhere(self, split_ranks: Partition) -> Partition:
-        """Return a partition of the ranks of one of these meshes as that of the world."""
+        """Convert a partition of the ranks of one of these meshes to one of the world."""
         if self.num_replicas == 1:
             return split_ranks
         numbers = [self._ranks(replica).tolist() for replica in range(self.num_replicas)]

@@ -1,17 +1,18 @@
 """One pool of process groups for all mesh domains.
 
 [Note: group pool] A *partition* splits all ranks into groups of equal size: the groups of an axis, or of several axes
-together. Axes of two domains often split them alike (`pp` does in four of them), and torch would make a communicator
-for each. The pool makes one group for each partition, *lane*, backend and priority, and returns the same object to
-every caller. A rank that is alone has one group for all such partitions. The partition whose only part is the world is
-the default group.
+together. Axes of two domains often split the ranks in the same way, as `pp` does in four of them. Torch would make a
+communicator for each. The pool makes one group for each partition, *lane*, backend and priority, and returns the same
+object to every caller. A rank that is alone has a single group for all such partitions. The partition whose only part
+is the world uses the default group.
 
 Collectives of one group run one after another. Traffic that should overlap therefore needs other groups over the same
 ranks: lanes. Only callers that ask for another lane get one.
 
 There is one pool for the default group, and its groups live as long as the default group. Domains that are built again
-get the same groups. This is not for speed alone. DTensor caches results by mesh, and it takes meshes of equal ranks and
-names for equal even if their groups differ. With new groups it would go on using the groups of the earlier mesh.
+get the same groups. Reusing groups is also needed for correctness. DTensor caches results by mesh, and treats meshes
+with equal ranks and names as equal even if their groups differ. With new groups it would continue to use the groups of
+the earlier mesh.
 
 All ranks must ask for new groups in the same order, as with `torch.distributed.new_group`.
 
@@ -37,7 +38,7 @@ from lightning_d9d.mesh.native_threads import guard_native_threads
 _MESSAGE_BLOCKS = 16
 """Thread blocks of nccl's kernel for a message, which occupies them while it waits for its peer. On an H200 a large
 product ran 11 % slower beside a kernel of nccl's own size (32), and at full speed beside one of 8. With 8 blocks, 16
-MiB took 0.13 ms in place of 0.07. Between two H200, pipeline steps of 16 microbatches of 8192 tokens took the same time
+MiB took 0.13 ms instead of 0.07. Between two H200, pipeline steps of 16 microbatches of 8192 tokens took the same time
 with 4, 8 and 16.
 """
 
@@ -47,7 +48,7 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 def partition(shape: Mapping[str, int], axes: Sequence[str]) -> Partition:
-    """Return all ranks of a domain in groups; those of one group differ along `axes` only.
+    """Return all ranks of a domain in groups; the ranks of a group differ only along `axes`.
 
     Groups are ordered by their first ranks, and ranks ascend. So equal partitions are equal tuples, also if names of
     axes differ.
@@ -65,7 +66,7 @@ def partition(shape: Mapping[str, int], axes: Sequence[str]) -> Partition:
 
 @dataclass(eq=False, kw_only=True)
 class PooledGroup:
-    """A process group that has this rank."""
+    """A process group that contains this rank."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -148,7 +149,7 @@ class GroupPool:
 
         Args:
             split_ranks: All ranks in groups, the largest first.
-            description: Text for people and torch's flight recorder; the first call's text stays.
+            description: Text for messages and torch's flight recorder; that of the first call stays.
             lane: The lane; equal partitions in another lane have another group.
             backend: "gloo", "nccl", ...; by default the default group's.
             high_priority: On nccl, the group's kernels run before other work of the GPU; other backends have no
@@ -185,7 +186,7 @@ class GroupPool:
         """Connect the ranks of every group made since the last call, and new neighbours with each other. Collective.
 
         nccl connects a group at its first collective, and two ranks at their first message. Without a warm-up this
-        happens somewhere in the first step, when memory is full.
+        happens during the first step, when memory is full.
         """
         for pooled in self.groups:
             connect = pooled.neighbours and not pooled.are_connected
@@ -216,7 +217,10 @@ class GroupPool:
             self.close()
 
     def close(self) -> None:
-        """Destroy all groups, and the default group if the pool made it. Every rank calls it; meshes end with it."""
+        """Destroy all groups, and the default group if the pool made it.
+
+        Every rank must call it; meshes cannot be used afterwards.
+        """
         if GroupPool.living() is not self:
             return  # the default group has ended, and all groups with it
         GroupPool._living = None

@@ -5,9 +5,9 @@ last reference to a tensor needs the interpreter. If the interpreter is already 
 thread inside C++ code. Then the process dies with "terminate called without an active exception".
 
 [Note: fork] A forked process, such as a dataloader's worker, has the objects of its parent and none of its threads. If
-its garbage collector finds a process group among them, the group waits for its threads for ever. A forked CPython
-before 3.12 has a similar hang. It waits for the lock of its list of threads if a thread of the parent held it. A thread
-of gloo holds that lock when it enters the interpreter to release a tensor.
+its garbage collector finds a process group among them, the group waits for its threads for ever. A fork of CPython
+before 3.12 can hang in a similar way. It waits for the lock of its list of threads if a thread of the parent held it
+during the fork. A thread of gloo holds that lock when it enters the interpreter to release a tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WITHOUT_TASKS_SECONDS = 0.1
 
 @functools.cache
 def guard_native_threads() -> None:
-    """Make this process wait for threads of gloo at its exit and at forks; forked processes leave its objects alone.
+    """Make this process wait for threads of gloo at its exit and at forks; forked processes do not touch its objects.
 
     Local. One call covers all groups of the process.
     """
@@ -53,7 +53,7 @@ def _wait_until_idle() -> None:
 
 
 def _threads() -> dict[str, tuple[bool, tuple[str, ...]]]:
-    """Return for each thread of gloo if it sleeps, and how often it was put to sleep or interrupted."""
+    """Return for each thread of gloo whether it sleeps, and how often it was put to sleep or interrupted."""
     found = {}
     for task in _TASKS.iterdir():
         try:

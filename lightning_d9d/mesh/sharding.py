@@ -1,4 +1,4 @@
-"""Shards of DTensors: which part this rank holds, and how parameters become DTensors."""
+"""Shards of DTensors: the part that this rank holds, and how parameters become DTensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def local_ranges(tensor: Tensor) -> list[range]:
     """Return the global indices that this rank holds in each dim: all of them unless `tensor` is a DTensor.
 
     Raises:
-        RuntimeError: The DTensor's shards are not those that `distribute_tensor` and `fully_shard` make.
+        RuntimeError: The shards of the DTensor differ from those that `distribute_tensor` and `fully_shard` make.
     """
     if not isinstance(tensor, DTensor):
         return list(map(range, tensor.shape))
@@ -51,7 +51,7 @@ def local_ranges(tensor: Tensor) -> list[range]:
     if tuple(map(len, ranges)) != tuple(tensor.to_local().shape):
         raise RuntimeError(
             f"rank {dist.get_rank()} holds {tuple(tensor.to_local().shape)} of a tensor of shape "
-            f"{tuple(tensor.shape)}, but its placements {tensor.placements} on {tensor.device_mesh} say "
+            f"{tuple(tensor.shape)}, but its placements {tensor.placements} on {tensor.device_mesh} give "
             f"{tuple(map(len, ranges))}"
         )
     return ranges
@@ -75,7 +75,10 @@ def ranges_of_ranks(tensor: Tensor, dim: int) -> Iterator[tuple[int, range]]:
 
 
 def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make zeros of another shape with the same number of dims, on the tensor's device and sharded alike. Local."""
+    """Make zeros of another shape with the same number of dims, on the tensor's device and with the same sharding.
+
+    Local.
+    """
     if not isinstance(tensor, DTensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)
     held = [len(each) for each in ranges_on(shape, tensor.device_mesh, tensor.placements)]

@@ -1,4 +1,4 @@
-"""Numbers about a run, apart from Lightning.
+"""Measurements of a run, independent of Lightning.
 
 `flops.py` counts the operations of a step in the usual conventions, and knows the peak of GPUs. `step_clock.py` splits
 the time of a step. `wait_clock.py` adds up waits for other ranks. `profiled.py` sums up a profile by parts of a step.

@@ -1,9 +1,9 @@
-"""Operations of a training step, in the conventions that programs report them in.
+"""Operations of a training step, in the usual conventions.
 
 [Note: conventions] A multiplication with its addition is two operations. Forward counts once and backward twice, for
 products with weights and for attention alike. `causal` counts the half of attention's square that a causal mask leaves;
 `full` counts all of it. These are operations of the model (MFU, https://arxiv.org/abs/2204.02311, appendix B). With
-`recompute` those of the hardware are counted (HFU): the forward of blocks that are computed again counts once more.
+`recompute`, the hardware's operations are counted (HFU): the forward of recomputed blocks counts once more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_d9d.schedule import LayerCosts, ModelCosts
 
 
 class Convention(StrEnum):
-    """A rule for what counts as an operation. [Note: conventions]."""
+    """A convention for counting operations. [Note: conventions]."""
 
     CAUSAL = "causal"
     FULL = "full"
@@ -25,14 +25,14 @@ class Convention(StrEnum):
 class StepFlops:
     """Operations of forward and backward for one sequence.
 
-    Costs are polynomials of the sequence length: products grow with it, attention with its square. Two lengths tell
-    them apart.
+    Costs are polynomials of the sequence length: products grow with it, attention with its square. Two lengths
+    determine both parts.
 
     Args:
         once: Costs of the model for sequences of some length.
         twice: Costs for sequences of twice the length.
-        recomputed: The share of the layers whose forward is computed again in the backward, 0 to 1.
-        frozen: Whether weights have no gradients, as those under adapters. What adapters compute is left out.
+        recomputed: The share of the layers whose forward is recomputed in the backward, 0 to 1.
+        frozen: Whether weights have no gradients, as with adapters. The operations of adapters are left out.
     """
 
     def __init__(self, once: ModelCosts, twice: ModelCosts, recomputed: float = 0.0, *, frozen: bool = False) -> None:
@@ -47,7 +47,7 @@ class StepFlops:
         """Whether conventions with recomputation differ from those without."""
 
     def count(self, convention: Convention) -> float:
-        """Return the operations by a convention. Local."""
+        """Return the number of operations in a convention. Local."""
         squares = 2 if convention in (Convention.FULL, Convention.FULL_RECOMPUTE) else 1
         counted = self.products + squares * self.causal_attention
         return counted + (self._again[squares] if convention.endswith("_recompute") else 0.0)
@@ -64,16 +64,17 @@ def _split(once: float, twice: float) -> tuple[float, float]:
 
 
 _PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-"""Dense products in bfloat16, by a part of the device's name; from NVIDIA's data sheets. The first that fits counts."""
+"""Peaks of dense products in bfloat16, by a part of the device's name; from NVIDIA's data sheets. The first matching
+name is used."""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Return the operations in a second that a GPU's data sheet promises in bfloat16, without sparsity. Local.
 
     Args:
-        device_name: As `torch.cuda.get_device_name` has it.
+        device_name: Name of the device from `torch.cuda.get_device_name`.
 
     Returns:
-        None for a device that is not known.
+        None for an unknown device.
     """
     return next((peak for part, peak in _PEAKS.items() if part in device_name), None)

@@ -1,7 +1,7 @@
-"""Sums up a profile of training steps: the time of each part, and when the device had nothing to do.
+"""Sums up a profile of training steps: the time of each part, and when the device was idle.
 
-Time on a GPU is that of kernels, by the operator that launched them and its shapes. Where no operator did, as in the
-optimizer, it goes by their own name. Time on a CPU is that of operators.
+On a GPU, times are those of kernels, by the operator that launched them and its shapes. If no operator launched a
+kernel, as in the optimizer, its own name is used. On a CPU, times are those of operators.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS: tuple[str, ...] = (
 )  # fmt: skip
 GAPS = "device waits"
 WAIT = "wait for other ranks"
-"""The name of ranges in which computation waits; their own time is communication."""
+"""The name of ranges in which computation waits; their own time counts as communication."""
 
 _NAMES = (
     (WAIT, COMMUNICATION),
@@ -51,25 +51,25 @@ _NAMES = (
     ("Memcpy", COPIES),
     ("Memset", COPIES),
 )
-"""The part of an operator, range or kernel is that of the first text which its name has in it."""
+"""Parts by text: the first text that the name of an operator, range or kernel contains gives its part."""
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear")
 _HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LONG_GAP = 20.0
 """Microseconds."""
 _ROUNDING = 1e-3
-"""Microseconds that sums of times may be off by."""
+"""Possible error of sums of times, in microseconds."""
 _SHOWN = 10
 _NAME = 70
-"""Characters of a kernel's name that are shown."""
+"""Number of characters of a kernel's name that are shown."""
 
 
 def part_of(name: str, shapes: Sequence[Any] = (), vocab_size: int | None = None) -> str:
-    """Return which part of a step an operator, range or kernel belongs to.
+    """Return the part of a step to which an operator, range or kernel belongs.
 
     Args:
-        name: As the profiler has it.
+        name: Name in the profiler.
         shapes: The shapes of an operator's tensors.
-        vocab_size: Products with a dimension of this size are the head's.
+        vocab_size: Products with a dimension of this size belong to the head.
     """
     if name in _PRODUCTS:
         is_head = any(vocab_size in shape for shape in shapes if isinstance(shape, list | tuple))
@@ -78,7 +78,7 @@ def part_of(name: str, shapes: Sequence[Any] = (), vocab_size: int | None = None
 
 
 class Kernel(NamedTuple):
-    """A kernel, copy or fill as it ran on a device, in microseconds."""
+    """A kernel, copy or fill that ran on a device, in microseconds."""
 
     name: str
     stream: str
@@ -88,25 +88,25 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """When a device had something to do, in microseconds."""
+    """When a device was in use, in microseconds."""
 
     num_kernels: int
     busy: float
-    """Some stream had a kernel."""
+    """Time in which some stream had a kernel."""
     idle: float
-    """No stream had one, from the first kernel to the last."""
+    """Time in which no stream had a kernel, from the first kernel to the last."""
     num_long_gaps: int
-    """More than 20 microseconds without a kernel."""
+    """Number of gaps of more than 20 microseconds without a kernel."""
     communication_alone: float
-    """All kernels that ran were those of communication."""
+    """Time in which only communication kernels ran."""
     streams: Mapping[str, float]
     """The time of kernels on each stream."""
     gaps: Sequence[tuple[float, str, str]]
-    """The longest ones: how long, the kernel before, the kernel behind."""
+    """The longest gaps: duration, the kernel before, the kernel after."""
 
 
 def device_use(kernels: Iterable[Kernel]) -> DeviceUse:
-    """Return when a device had something to do."""
+    """Return when a device was in use."""
     ordered = sorted(kernels, key=lambda kernel: kernel.begin)
     streams: dict[str, float] = defaultdict(float)
     for kernel in ordered:
@@ -149,25 +149,26 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfiledSteps:
-    """The parts of training steps on one rank; all seconds are those of one step, as means."""
+    """The parts of training steps on one rank; all seconds are means over the steps."""
 
     seconds: float
-    """The step, under the profiler."""
+    """Duration of the step, under the profiler."""
     parts: Mapping[str, float]
-    """Seconds by name of a part. Those of a GPU may run beside each other."""
+    """Seconds of each part, by name. On a GPU, parts may run concurrently."""
     operators: Sequence[Operator]
-    """The ten that take longest; kernels that no operator launched are among them. Calls are of all steps."""
+    """The ten operators that take longest, including kernels that no operator launched. Calls are counted over all
+    steps."""
     num_steps: int
     host_waits: float
     """Seconds in which the host waited for the device."""
     device: DeviceUse | None
-    """None on a CPU. Counts and times are of all steps."""
+    """The use of the device; None on a CPU. Counts and times cover all steps."""
 
     def table(self, launched: float | None = None) -> str:
-        """Return what a person reads, in Markdown.
+        """Return a readable text in Markdown.
 
         Args:
-            launched: Seconds until the host had launched a step; None: unknown.
+            launched: Seconds until the host had launched a step; None if unknown.
         """
         rows = [["part", "ms a step", "share"], ["---"] * 3]
         rows += [
@@ -199,10 +200,10 @@ def profiled_steps(
     """Sum up a profile. Local.
 
     Args:
-        profiler: Has been stopped. Shapes were recorded.
-        seconds: What all steps took, with all their kernels.
-        num_steps: How many there were.
-        vocab_size: As in `part_of`.
+        profiler: Profiler that has been stopped. It must have recorded shapes.
+        seconds: Duration of all steps, with all their kernels.
+        num_steps: Number of steps.
+        vocab_size: As for `part_of`.
     """
     on_cuda = profiler.use_device == "cuda"
     parts = dict.fromkeys(PARTS, 0.0)

@@ -1,4 +1,4 @@
-"""The time of one optimizer step, split into what it was spent on, without making the host wait."""
+"""Splits the time of one optimizer step into parts, without making the host wait."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _Moment = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of one optimizer step on one rank; together they are the whole step."""
+    """Seconds of one optimizer step on one rank; the parts add up to the whole step."""
 
     data: float = 0.0
-    """The device, or the host where it computes, had nothing to do for lack of a batch."""
+    """Time in which the device (on a CPU, the host) was idle because no batch was there."""
     host: float = 0.0
-    """It had nothing to do between batches for another reason: hooks, logging, the copy of a batch."""
+    """Time between batches in which it was idle for another reason: hooks, logging, the copy of a batch."""
     compute: float = 0.0
-    """It computed, or waited inside of a step for the host to come up with work."""
+    """Time in which it computed, or waited inside of a step for the host to launch work."""
     communication: float = 0.0
-    """It waited for other ranks."""
+    """Time in which it waited for other ranks."""
 
 
 class StepClock(WaitClock):
-    """Notes when batches of one optimizer step begin and end, and when computation waits for other ranks.
+    """Records when batches of one optimizer step begin and end, and when computation waits for other ranks.
 
-    On CUDA these are moments of the device's stream: two events a batch, and two a wait. Elsewhere they are moments of
-    the host. Batches follow each other; one step is measured, and then `parts` has the result.
+    On CUDA the times are those of the device's stream: two events for each batch, and two for each wait. Elsewhere they
+    are times of the host. Batches follow each other; one step is measured, and then `parts` has the result.
 
     Args:
         device: That computes.
-        waited: Seconds for which the host had waited for batches until now, the end of the step before.
+        waited: Seconds for which the host had waited for batches by the end of the step before.
     """
 
     def __init__(self, device: torch.device, waited: float) -> None:
@@ -61,7 +61,7 @@ class StepClock(WaitClock):
         self._waited += waited
 
     def parts(self) -> StepParts | None:
-        """Return the result, or None while the device is not through with the step. Local; waits for nothing."""
+        """Return the result, or None while the device has not finished the step. Local; it does not wait."""
         last = self._batches[-1]
         if isinstance(last, torch.cuda.Event) and not last.query():
             return None
@@ -75,7 +75,7 @@ class StepClock(WaitClock):
 
 
 def _sum_of_pairs(moments: Sequence[_Moment]) -> float:
-    """Seconds from the first moment to the second, from the third to the fourth, and so on."""
+    """Return the sum of the seconds from the first moment to the second, from the third to the fourth, and so on."""
     return sum(_seconds(*pair) for pair in zip(moments[::2], moments[1::2], strict=False))
 
 

@@ -1,4 +1,4 @@
-"""How long a rank waits for others in all: a sum that is read now and then, without making the host wait."""
+"""Measures the total time for which a rank waits for others, without making the host wait."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _opened = threading.local()
 
 
 class WaitClock:
-    """Adds up waits that it hears of, as `lightning_d9d.waits.WaitObserver`.
+    """Adds up the waits that it is notified of, as a `lightning_d9d.waits.WaitObserver`.
 
-    On the CPU it is the host's time. On CUDA it is that of the stream that computes, between two events.
+    On the CPU it measures the host's time. On CUDA it measures the time of the compute stream, between two events.
 
     Args:
         device: That computes.
@@ -35,14 +35,14 @@ class WaitClock:
         self._under_way: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin_wait(self) -> None:
-        """Computation waits for other ranks from here on. Local."""
+        """Begin a wait of the computation for other ranks. Local."""
         if not self._on_cuda:
             self._begin = (*moment(), thread_time())
         elif not torch.cuda.is_current_stream_capturing():
             self._begin = new_event()
 
     def end_wait(self) -> None:
-        """Computation goes on. Local."""
+        """End a wait: computation continues. Local."""
         if isinstance(self._begin, tuple):
             (begin, queued_before, used_before), (end, queued), used = self._begin, moment(), thread_time()
             self.used += used - used_before
@@ -54,7 +54,7 @@ class WaitClock:
 
     @property
     def seconds(self) -> float:
-        """All waits so far that are known to have ended. Does not wait for the device."""
+        """The seconds of all waits that are known to have ended. It does not wait for the device."""
         while self._under_way and self._under_way[0][1].query():
             begin, end = self._under_way.pop(0)
             self._seconds += begin.elapsed_time(end) / 1000
@@ -62,10 +62,10 @@ class WaitClock:
 
 
 def moment() -> tuple[float, float]:
-    """Return the time, and how long this thread has waited for a processor until then, in seconds. Local.
+    """Return the current time, and how long this thread has waited for a processor until now, in seconds. Local.
 
-    Both are of one moment. Other programs often get the processor between two readings, and that time would be counted
-    twice or not at all.
+    Both are read at one moment. Other programs often get the processor between two readings, and that time would be
+    counted twice or not at all.
     """
     now, queued = 0.0, _seconds_in_queue()
     for _ in range(_MOST_READINGS):
@@ -77,7 +77,7 @@ def moment() -> tuple[float, float]:
 
 
 def _seconds_in_queue() -> float:
-    """0 where the system does not say."""
+    """Return 0 if the system does not tell."""
     thread = threading.get_native_id()
     if getattr(_opened, "thread", None) != thread:  # a new one, or the copy of one in a forked process
         _opened.thread = thread
@@ -93,7 +93,7 @@ def _seconds_in_queue() -> float:
 
 
 def new_event() -> torch.cuda.Event:
-    """Return an event that the stream which computes passes when it has come here. Local."""
+    """Return an event recorded at the current point of the compute stream. Local."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

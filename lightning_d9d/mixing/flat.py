@@ -1,4 +1,4 @@
-"""Flat buffers of what this rank holds of tensors, in float32 or wider."""
+"""Flat buffers of this rank's parts of tensors, in float32 or wider."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.ops.stochastic import round_stochastic_
 
 Batches = Sequence[Sequence[Tensor]]
-"""Tensors that may travel in one message. See [Note: copies stay equal] in `mixer.py`."""
+"""Tensors that may share a message. See [Note: copies stay equal] in `mixer.py`."""
 
 
 class Flat:
     """A flat buffer for tensors of one dtype, which is summed over replicas.
 
     Args:
-        whole: Parameters or other tensors, of one dtype and device. Of a DTensor the part that this rank holds counts.
+        whole: Parameters or other tensors, of one dtype and device. For a DTensor, the part that this rank holds is
+            used.
     """
 
     def __init__(self, whole: Sequence[Tensor]) -> None:
@@ -50,7 +51,7 @@ class Flat:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The part of the buffer for each tensor, in its shape."""
+        """The part of the buffer for each tensor, in the tensor's shape."""
         tensors = self.tensors
         split = self.values.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
@@ -66,7 +67,7 @@ class Flat:
         """Overwrite the tensors by the buffer; bfloat16 is rounded stochastically. Local.
 
         Args:
-            number: Another one each time, equal wherever the same values are rounded.
+            number: Seed of the rounding: a new one each time, equal on all ranks that round the same values.
         """
         parts, tensors = self.parts, self.tensors
         if tensors[0].dtype != torch.bfloat16:
@@ -81,10 +82,10 @@ class Flat:
 
 
 def flat_buffers(batches: Batches, bucket_bytes: int) -> list[Flat]:
-    """Make buffers of at most so many bytes, unless one tensor is larger. Local.
+    """Make buffers of a limited size, unless one tensor is larger. Local.
 
     Args:
-        batches: Tensors of different batches have different buffers.
+        batches: Tensors of different batches have separate buffers.
         bucket_bytes: The limit.
     """
     filled: list[list[Tensor]] = []

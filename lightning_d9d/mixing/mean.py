@@ -1,4 +1,4 @@
-"""The mean of all replicas in the place of each one's own values, and back."""
+"""Puts the mean of all replicas in place of each replica's own values, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_d9d.waits import waiting
 
 
 class ReplicaMean:
-    """Puts the mean of all replicas in the place of tensors, and their own values back.
+    """Puts the mean of all replicas in place of tensors, and restores their own values.
 
     Args:
         group: The ranks at this rank's place in all replicas.
@@ -43,16 +43,16 @@ class ReplicaMean:
     ) -> Tensor | None:
         """Overwrite tensors by their mean over replicas. Collective over all replicas.
 
-        Sums are in float32 or wider; of bfloat16 the mean is rounded to the nearest.
+        Sums are computed in float32 or wider; the mean of bfloat16 tensors is rounded to nearest.
 
         Args:
             batches: Floating-point tensors that may share messages, equal at the same places of all replicas.
-            rest: Further ones, whose distance does not count.
-            others: Tensors of which the first replica's are taken: those that have no mean.
+            rest: Further tensors, whose distance does not count.
+            others: Tensors for which the first replica's values are used, because they have no mean.
             keeps: Whether own values are kept for `revert`: another copy of them in memory.
 
         Returns:
-            The squared distance of this rank's own values to the mean: float64, a scalar. None without tensors.
+            The squared distance of this rank's own values from the mean: float64, a scalar. None without tensors.
         """
         assert not self.is_in_place
         own: list[tuple[Tensor, Tensor]] = []
@@ -69,7 +69,7 @@ class ReplicaMean:
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Put own values back. Local; nothing where none are kept."""
+        """Restore this replica's own values. Local; does nothing if none are kept."""
         own, self._own = self._own, None
         for tensor, value in own or ():
             local(tensor).copy_(value)

@@ -1,14 +1,13 @@
 """Mixes the weights of this rank with those at the same place of other replicas.
 
-[Note: life of a round]
-After the optimizer's step k `launch` copies the weights to flat buffers. It begins to sum these over the replicas of
-the edge, a bucket at a time. The forward and the backward of step k + 1 run meanwhile, on the weights as they are. Then
-`finish` waits for the sums and mixes, and the optimizer applies the gradients to the mix. Nothing changes the weights
-in between, so own values need not be kept.
+[Note: life of a round] After the optimizer's step k `launch` copies the weights to flat buffers. It begins to sum these
+over the replicas of the edge, one bucket at a time. Meanwhile the forward and the backward of step k + 1 run on the
+unmixed weights. Then `finish` waits for the sums and mixes, and the optimizer applies the gradients to the mixed
+weights. Nothing changes the weights in between, so own values need not be kept.
 
-[Note: copies stay equal] Ranks of one replica may hold copies of a parameter, at other places of their models. Sums of
-three or more numbers depend on their order, which may depend on the place in a message. So parameters that lie alike
-have buckets of their own. Wherever there are copies, these buckets have the same parameters in the same order.
+[Note: copies stay equal] Ranks of one replica may hold copies of a parameter, at different places of their models. Sums
+of three or more numbers depend on their order, which may depend on the place in a message. So parameters with equal
+sharding have separate buckets. All copies are in such buckets, with the same parameters in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lightning_d9d.mixing.topology import Edge
 from lightning_d9d.waits import WaitObserver, waiting
 
 MAX_GROUPS = 64
-"""The most rounds with different edges: each needs a process group."""
+"""Largest number of rounds with different edges: each needs a process group."""
 
 
 class Mixer:
@@ -39,10 +38,10 @@ class Mixer:
 
     Args:
         rounds: The edges of each round.
-        mesh: The mesh of this rank's replica, beside which there are others.
+        mesh: The mesh of this rank's replica, one of several.
         bucket_bytes: Size limit of a message.
-        adaptive: How far a replica moves towards the mix. See `ReplicaMixing`.
-        observer: Hears of waits for the edge; None: nobody does.
+        adaptive: Fraction of the way that a replica moves towards the mix. See `ReplicaMixing`.
+        observer: Notified of waits for the edge; None for no notification.
 
     Raises:
         ConfigError: There are too many different rounds.
@@ -75,13 +74,13 @@ class Mixer:
         if len(different := {*partitions}) > MAX_GROUPS:
             raise ConfigError(
                 f"{rounds.topology!r} has {len(different)} different rounds for {rounds.num_replicas} replicas, and "
-                f"each needs a process group; give it at most {MAX_GROUPS}"
+                f"each needs a process group; use at most {MAX_GROUPS}"
             )
         made = {split: mesh.mixing_group(split) for split in dict.fromkeys(partitions)}
         self._groups = [made[split] for split in partitions]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mixer:
-        """Groups and messages are of one run; copies of its Trainer share them."""
+        """Return this object: groups and messages belong to one run, and copies of its Trainer share them."""
         return self
 
     @property
@@ -91,11 +90,11 @@ class Mixer:
 
     @property
     def edge(self) -> Edge:
-        """The edge of the round that is under way, or was last."""
+        """The edge of the current or last round."""
         return self.rounds.edge(self.replica, max(0, self.num_launched - 1))
 
     def take(self, batches: Batches) -> None:
-        """Mix these parameters from the next round on, in place of those before. Local, between rounds.
+        """Mix these parameters from the next round on, instead of the earlier ones. Local, between rounds.
 
         Args:
             batches: Parameters that may share messages, equal at the same places of all replicas.
@@ -116,11 +115,12 @@ class Mixer:
 
     @torch.no_grad()
     def finish(self, optimizer: Optimizer | None = None) -> None:
-        """Wait for the round that is under way, and mix. Nothing where none is.
+        """Wait for the current round, and mix. Does nothing if there is none.
 
         Args:
-            optimizer: Its `pre_average_hook(edge, weight)` is called before, if it has one. Each parameter has then
-                `neighbour_sum`, the sum of the other replicas' values: as this rank holds it, float32 or wider.
+            optimizer: Optimizer whose `pre_average_hook(edge, weight)` is called before, if it has one. Each parameter
+                then has `neighbour_sum`, the sum of the other replicas' values: the part of this rank, float32 or
+                wider.
         """
         if not self.is_under_way:
             return
@@ -146,13 +146,13 @@ class Mixer:
             flat.write(self.num_launched)
 
     def drop(self) -> None:
-        """Wait for the round that is under way, and leave the weights as they are."""
+        """Wait for the current round, and leave the weights unmixed."""
         if self.is_under_way and len(self.edge.replicas) > 1:
             self._wait()
         self.is_under_way = False
 
     def repeat(self) -> None:
-        """Begin the last round once more, after a resume: its sums were not saved. Collective over the edge."""
+        """Begin the last round again after a resume: its sums were not saved. Collective over the edge."""
         if self.num_launched > 0 and not self.is_under_way:
             self.num_launched -= 1
             self.launch()

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 _MAX_ROUNDS = 12
-"""More are not drawn."""
+"""Largest number of rounds that are drawn."""
 _MAX_COLUMNS = 4
 _MAX_NUMBERED = 32
-"""Replicas that have their number beside them."""
+"""Largest number of replicas that are labelled with their number."""
 _COLOUR = "#4c78a8"
 
 Drawn = Sequence[Sequence[tuple[tuple[int, ...], float]]]
@@ -19,7 +19,7 @@ Drawn = Sequence[Sequence[tuple[tuple[int, ...], float]]]
 
 
 def _places(num_replicas: int) -> list[tuple[float, float]]:
-    """Return where replicas lie, clockwise from the top."""
+    """Return the positions of replicas, clockwise from the top."""
     angles = [2 * math.pi * replica / num_replicas for replica in range(num_replicas)]
     return [(math.sin(angle), math.cos(angle)) for angle in angles]
 

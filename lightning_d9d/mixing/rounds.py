@@ -15,19 +15,19 @@ from lightning_d9d.mixing.topology import Edge, Topology, topology_of
 from lightning_d9d.pictures import write_picture
 
 _MAX_PRINTED = 16
-"""Edges of a round that are printed, and rounds."""
+"""Largest number of edges of a round, and of rounds, that are printed."""
 
 
 class Rounds:
-    """The edges of each round. Made once a run; a lookup costs the same for any number of replicas.
+    """The edges of each round. The rounds are made once for a run; a lookup costs the same for any number of replicas.
 
     Args:
-        topology: Its name, or the topology.
-        num_replicas: At least 1.
+        topology: Name of the topology, or the topology.
+        num_replicas: Number of replicas, at least 1.
 
     Raises:
-        ConfigError: The topology cannot be made for this number, or some replicas never mix with the others. Or a round
-            leaves a replica out, has one twice or one that does not exist.
+        ConfigError: The topology does not support this number, or some replicas never mix with the others. Or a round
+            leaves a replica out, has one twice, or has one that does not exist.
     """
 
     def __init__(self, topology: str | Topology, num_replicas: int) -> None:
@@ -38,7 +38,7 @@ class Rounds:
         self.edges = tuple(tuple(edges) for edges in self.topology.rounds(num_replicas))
         """By round."""
         if not self.edges:
-            raise ConfigError(f"{self.topology!r} has no round for {num_replicas} replicas; give one at least")
+            raise ConfigError(f"{self.topology!r} has no round for {num_replicas} replicas; give at least one")
         self._edge_of = [self._checked(number, edges) for number, edges in enumerate(self.edges)]
         self._check_connected()
 
@@ -46,12 +46,12 @@ class Rounds:
         return len(self.edges)
 
     def edge(self, replica: int, number: int) -> Edge:
-        """Return the edge of a replica in a round; rounds are counted on and on."""
+        """Return the edge of a replica in a round; the number of rounds has no limit."""
         number %= len(self.edges)
         return self.edges[number][self._edge_of[number][replica]]
 
     def matrix(self, number: int) -> np.ndarray:
-        """Return the matrix of a round, `[replicas, replicas]` float64: what row i takes of each replica."""
+        """Return the matrix of a round, `[replicas, replicas]` float64: row i has the weights of replica i's inputs."""
         matrix = np.zeros((self.num_replicas, self.num_replicas))
         for edge in self.edges[number % len(self.edges)]:
             members = np.array(edge.replicas)
@@ -61,10 +61,10 @@ class Rounds:
 
     @property
     def contraction(self) -> float:
-        """The share of a difference between replicas that is left after all rounds, at most.
+        """The largest share of a difference between replicas that remains after all rounds.
 
-        It is 0 if all have the mean then: the second largest singular value of the product of all matrices. It takes
-        memory of replicas squared.
+        It is 0 if all then have the mean: the second largest singular value of the product of all matrices. Its memory
+        grows with the square of the number of replicas.
         """
         product = np.eye(self.num_replicas)
         for number in range(len(self.edges)):
@@ -72,7 +72,7 @@ class Rounds:
         return float(np.linalg.norm(product - 1 / self.num_replicas, 2))
 
     def message_share(self, replica: int) -> float:
-        """Return how much of its weights a replica sends in a round, in the mean over rounds.
+        """Return which share of its weights a replica sends in a round, averaged over rounds.
 
         A ring all-reduce over the n replicas of an edge sends `2 (n - 1) / n` of them.
         """
@@ -93,7 +93,7 @@ class Rounds:
         """Draw the replicas of each round on a circle, and the edges between them.
 
         Args:
-            path: Ends in .png or .svg (drawn by matplotlib) or .html (by plotly). Needs the extra `viz`.
+            path: File that ends in .png or .svg (drawn by matplotlib) or .html (by plotly). It needs the extra `viz`.
 
         Raises:
             ConfigError: Another ending, or the library is not installed.
@@ -106,22 +106,24 @@ class Rounds:
         index_of: list[int | None] = [None] * self.num_replicas
         for index, edge in enumerate(edges):
             if not isinstance(edge, Edge):
-                raise ConfigError(f"round {number} of {self.topology!r} has {edge!r}; give it objects of Edge")
+                raise ConfigError(
+                    f"round {number} of {self.topology!r} has {edge!r}, which is not an Edge; use objects of Edge"
+                )
             for replica in edge.replicas:
                 if not 0 <= replica < self.num_replicas:
                     raise ConfigError(
-                        f"round {number} of {self.topology!r} has replica {replica}; there are 0 to "
+                        f"round {number} of {self.topology!r} has replica {replica}, but replicas are 0 to "
                         f"{self.num_replicas - 1}"
                     )
                 if index_of[replica] is not None:
                     raise ConfigError(
-                        f"round {number} of {self.topology!r} has replica {replica} in two edges; give it one"
+                        f"round {number} of {self.topology!r} has replica {replica} in two edges; keep one"
                     )
                 index_of[replica] = index
         if None in index_of:
             raise ConfigError(
                 f"round {number} of {self.topology!r} has replica {index_of.index(None)} in no edge; add "
-                f"Edge(({index_of.index(None)},), 1.0) if it is to mix with nobody"
+                f"Edge(({index_of.index(None)},), 1.0) if it does not mix in this round"
             )
         return [index for index in index_of if index is not None]
 
@@ -142,8 +144,8 @@ class Rounds:
         apart = next((each for each in range(self.num_replicas) if find(each) != find(0)), None)
         if apart is not None:
             raise ConfigError(
-                f"{self.topology!r}: replica {apart} never mixes with replica 0, also not by way of others; add an "
-                "edge that connects them"
+                f"{self.topology!r}: replica {apart} never mixes with replica 0, even through others; add an edge that "
+                "connects them"
             )
 
 

@@ -1,8 +1,7 @@
 """Topologies of decentralised replicas: rounds of edges, as data. Pure Python.
 
-[Note: mixing]
-In each round every replica is in exactly one *edge*, a set of n replicas that mix. With the edge's weight w, replica i
-gets
+[Note: mixing] In each round every replica is in exactly one *edge*, a set of n replicas that mix. With the edge's
+weight w, replica i gets
 
     w * x_i + (1 - w) / (n - 1) * (sum of x_j over the others)
 
@@ -26,56 +25,56 @@ class Edge:
     """Replicas that mix with each other in one round. [Note: mixing].
 
     Raises:
-        ConfigError: A replica is there twice, or the weights of a replica do not sum to 1.
+        ConfigError: A replica occurs twice, or the weights of a replica do not sum to 1.
     """
 
     replicas: tuple[int, ...]
-    """Their numbers, ascending. A replica alone mixes with nobody in this round."""
+    """Numbers of the replicas, ascending. A replica that is alone does not mix in this round."""
     weight: float
-    """How much of its own values a replica keeps, above 0 and at most 1. The others share the rest equally."""
+    """The weight of a replica's own values, above 0 and at most 1. The other replicas share the rest equally."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "replicas", tuple(sorted(self.replicas)))
         if not self.replicas:
-            raise ConfigError("Edge(replicas=()) has no replica; leave it out")
+            raise ConfigError("Edge(replicas=()) has no replicas; leave it out")
         if len({*self.replicas}) < len(self.replicas):
             raise ConfigError(f"Edge(replicas={self.replicas}) has a replica twice; name each one once")
         if not 0 < self.weight <= 1:
             raise ConfigError(f"Edge.weight={self.weight!r} of the replicas {self.replicas} must be above 0, at most 1")
         if len(self.replicas) == 1 and self.weight != 1:
             raise ConfigError(
-                f"Edge(replicas={self.replicas}, weight={self.weight!r}): the weights of replica {self.replicas[0]} "
-                f"sum to {self.weight!r}, as it is alone; give it weight 1"
+                f"Edge(replicas={self.replicas}, weight={self.weight!r}): replica {self.replicas[0]} has a total "
+                f"weight of {self.weight!r} because it is alone; set its weight to 1"
             )
 
     @property
     def weight_of_others(self) -> float:
-        """How much of each other replica's values a replica takes; 0 for a replica alone."""
+        """The weight of each other replica's values; 0 for a replica that is alone."""
         return (1 - self.weight) / (len(self.replicas) - 1) if len(self.replicas) > 1 else 0.0
 
 
 class Topology(ABC):
-    """Who mixes with whom. Derive from it for a topology of your own."""
+    """The rule for which replicas mix. A topology of your own derives from this class."""
 
     def __repr__(self) -> str:
-        """Return the same on all ranks, which compare their settings."""
+        """Return a text that is the same on all ranks, which compare their settings."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     @abstractmethod
     def rounds(self, num_replicas: int) -> Sequence[Sequence[Edge]]:
-        """Return the edges of each round; after the last round the first follows.
+        """Return the edges of each round; the first round follows the last.
 
         Args:
-            num_replicas: At least 1.
+            num_replicas: Number of replicas, at least 1.
 
         Raises:
-            ConfigError: The number of replicas does not fit.
+            ConfigError: The topology does not support the number of replicas.
         """
 
 
 @dataclass(frozen=True)
 class Complete(Topology):
-    """All replicas take the mean of all in every round. The oracle of the others."""
+    """All replicas take the mean of all in every round. This is the reference for the others."""
 
     def rounds(self, num_replicas: int) -> Sequence[Sequence[Edge]]:
         """Return the only round. Any number of replicas."""
@@ -104,7 +103,7 @@ class Ring(Topology):
 class OnePeerExp(Topology):
     """Each replica takes the mean with the one whose number differs in bit i, in round i.
 
-    After log2(replicas) rounds all have the mean of all, if nothing else changed them.
+    After log2(replicas) rounds all have the mean of all, if nothing else changes them.
     """
 
     def rounds(self, num_replicas: int) -> Sequence[Sequence[Edge]]:
@@ -127,7 +126,7 @@ class AlternatingExpRing(Topology):
     """Pairs of nodes as in `OnePeerExp`, of which half use the network at a time.
 
     Each pair of nodes has two rounds. In one the replicas of both nodes take their mean. In the other each node takes
-    the mean of its own. The order alternates from pair to pair.
+    the mean of its own replicas. The order alternates from pair to pair.
     """
 
     replicas_per_node: int = 1
@@ -181,10 +180,11 @@ class ReplicaMixing:
     """
 
     topology: str | Topology = "one_peer_exp"
-    """Who mixes with whom: a name of `TOPOLOGIES`, or an object of a class derived from `Topology`."""
+    """The rule for which replicas mix: a name of `TOPOLOGIES`, or an object of a class derived from `Topology`."""
 
     adaptive: float = 1.0
-    """How far a replica moves towards the mix, above 0 and at most 1: `(1 - adaptive) * own + adaptive * mix`."""
+    """Fraction of the way that a replica moves towards the mix, above 0 and at most 1:
+    `(1 - adaptive) * own + adaptive * mix`."""
 
     bucket_mb: float = 32.0
     """Size of a message in MiB."""
@@ -198,7 +198,7 @@ class ReplicaMixing:
 
     @classmethod
     def of(cls, replicate_sync: object) -> ReplicaMixing | None:
-        """Read the argument of `D9DStrategy`; None for "all_reduce", where gradients are summed over replicas.
+        """Convert the argument of `D9DStrategy`; None for "all_reduce", which sums gradients over replicas.
 
         Raises:
             ConfigError: The value is something else.
@@ -216,7 +216,7 @@ class ReplicaMixing:
 
 
 def topology_of(given: str | Topology) -> Topology:
-    """Return the topology of a name, or the topology itself.
+    """Return the topology with a name, or the given topology.
 
     Raises:
         ConfigError: The name is unknown.

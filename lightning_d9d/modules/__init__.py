@@ -2,8 +2,8 @@
 
 Every module that directly owns parameters has its own `reset_parameters()`, and no block computes a buffer when it is
 built. So a model can be built under `torch.device("meta")`, then allocated with `to_empty(device=...)` and reset part
-by part. Those with matrices define their `initial_values()` as well, of which a rank of a sharded stage makes only what
-it holds. Softmax, norms, rotary tables and losses are computed in float32, or in float64 for float64 models.
+by part. Modules with matrices also define their `initial_values()`, of which a rank of a sharded stage computes only
+its own part. Softmax, norms, rotary tables and losses are computed in float32, or in float64 for float64 models.
 """
 
 from lightning_d9d.modules.attention import GroupedQueryAttention

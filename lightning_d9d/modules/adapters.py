@@ -1,12 +1,12 @@
 """Low-rank adapters of matrices: two thin matrices beside a frozen one (https://arxiv.org/abs/2106.09685).
 
 [Note: adapters] A layer with an adapter computes `y = base(x) + scale * b(a(dropout(x)))`. The adapter is a module
-inside the layer. So the base's parameters keep their names, and both start by their own rules. `b` starts at zero: the
-layer computes what it did before. `a` has the standard deviation of torch's linear layers.
+inside the layer. So the base's parameters keep their names, and both are initialized by their own rules. `b` starts at
+zero, so the layer's result does not change at first. `a` has the standard deviation of torch's linear layers.
 
 [Note: adapters of experts] The gates and up projections of experts are one tensor, `[experts, 2 * inter, hidden]`.
 Their adapters are one `a` `[experts, 2 * rank, hidden]` and one `b` `[experts, 2 * inter, rank]`. The gate's rows come
-first in both, so there are two parts (`num_parts`): each multiplies its rows of `b` with its rows of `a` alone.
+first in both, so there are two parts (`num_parts`): each multiplies its rows of `b` only with its rows of `a`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Adapter(DrawnByRows):
 
     Args:
         weight: The weight; the adapter has its dtype and device.
-        rank: Columns of `b`, and rows of each part of `a`.
+        rank: Number of columns of `b`, and of rows of each part of `a`.
         scale: Factor of the product.
-        dropout: Probability with which an element of the input is left out, in training.
+        dropout: Probability with which an element of the input is dropped, in training.
         num_parts: Number of parts of the weight's rows; see [Note: adapters of experts].
     """
 
     is_merged = False
-    """True while the weight has the product in it, so that the adapter adds nothing."""
+    """True while the weight includes the product, so that the adapter adds nothing."""
 
     def __init__(self, weight: Tensor, rank: int, *, scale: float, dropout: float = 0.0, num_parts: int = 1) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Adapter(DrawnByRows):
         self.register_state_dict_post_hook(_leave_out_merged)
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """Return zeros for `b`; `a` gives a hidden state of variance 1 one of 1/3, as torch's linear layers do."""
+        """Return zeros for `b`; `a` scales the variance of a hidden state by 1/3, as torch's linear layers do."""
         return {"a": Normal(1 / math.sqrt(3 * self.a.shape[-1])), "b": Constant(0.0)}
 
     def dropped(self, x: Tensor) -> Tensor:
@@ -61,12 +61,13 @@ class Adapter(DrawnByRows):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def product(self, index: Sequence[int | slice] = ()) -> Tensor:
-        """Return the part of `scale * b @ a` that an index of the weight picks, in float64. Local.
+        """Return an indexed part of `scale * b @ a`, in float64. Local.
 
-        With so many bits a slice is what the whole has there, once it is rounded to the weight's dtype.
+        With this precision, a slice equals the same part of the whole, once it is rounded to the weight's dtype.
 
         Args:
-            index: For each dim of the weight a slice; for experts also a number. By default all of it.
+            index: A slice for each dim of the weight; for experts it may also be a number. By default the whole
+                product.
         """
         a, b = self.a.detach(), self.b.detach()
         *experts, rows, columns = index or (slice(None),) * a.dim()
@@ -83,11 +84,11 @@ class Adapter(DrawnByRows):
         return torch.cat(products, -2) * self.scale
 
     def whole(self) -> Adapter:
-        """Return this adapter with whole matrices, for `product`. Collective where they are sharded."""
+        """Return this adapter with whole matrices, for `product`. Collective if the matrices are sharded."""
         return self.with_matrices(_whole(self.a), _whole(self.b))
 
     def with_matrices(self, a: Tensor, b: Tensor) -> Adapter:
-        """Return this adapter with other matrices, for `product`. Local."""
+        """Return this adapter with different matrices, for `product`. Local."""
         twin = copy(self)
         twin._parameters = {"a": nn.Parameter(a, False), "b": nn.Parameter(b, False)}
         return twin
@@ -96,7 +97,7 @@ class Adapter(DrawnByRows):
         """Set the mode, as `torch.nn.Module.train`.
 
         Raises:
-            ConfigError: The adapter is to be trained, and is merged.
+            ConfigError: The adapter is merged, but training is requested.
         """
         if mode and self.is_merged:
             raise ConfigError("the adapters of this module are merged into its weights; call unmerge(module) to train")
@@ -107,9 +108,9 @@ class LinearAdapter(Adapter):
     """The adapter of a linear layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's result: shape `[..., in]` to `[..., out]`.
+        """Return the adapter's summand for the layer's result: shape `[..., in]` to `[..., out]`.
 
-        With the part that this rank holds of a sharded `a` or `b` it is this rank's summand, or its outputs.
+        With this rank's part of a sharded `a` or `b`, it is this rank's summand, or its outputs.
         """
         return linear(linear(self.dropped(x), self.a, own_part=True) * self.scale, self.b, own_part=True)
 
@@ -124,15 +125,15 @@ class EmbeddingAdapter(Adapter):
         super().__init__(weight.t(), rank, scale=scale, dropout=dropout)
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """Return zeros for `b`; the input has a single 1, so the variance of a hidden state is that of `a`."""
+        """Return zeros for `b`; the input has a single 1, so a hidden state has the variance of `a`."""
         return {"a": Normal(1 / math.sqrt(3)), "b": Constant(0.0)}
 
     def forward(self, ids: Tensor, look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding) -> Tensor:
-        """Return what is added to the embedding: ids `[...]` to `[..., hidden]`.
+        """Return the adapter's summand for the embedding: ids `[...]` to `[..., hidden]`.
 
         Args:
-            ids: As the embedding takes them.
-            look_up: Called with ids and rows `[vocab, rank]`: this rank's, of a sharded `a`.
+            ids: Ids, as for the embedding.
+            look_up: Function called with ids and rows `[vocab, rank]`: this rank's rows of a sharded `a`.
         """
         rows = look_up(ids, local_shard(self.a, ids).t())
         if self.dropout and self.training:  # of the 1 in a token's input
@@ -145,17 +146,17 @@ class EmbeddingAdapter(Adapter):
 
 
 class HeadAdapter(Adapter):
-    """The adapter of a head, whose products are made with its loss."""
+    """The adapter of a head, whose products are computed together with its loss."""
 
     def extend(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and a weight whose product is that of the head with its adapter.
 
-        The weight is copied, and where gradients are made it gets one as a whole. So an adapter of the head costs more
-        than its size suggests.
+        The weight is copied, and gradients are computed for the whole copy. So an adapter of the head costs more than
+        its size suggests.
 
         Args:
             x: Shape `[..., hidden]`.
-            weight: The head's, or the part of its rows that this rank holds.
+            weight: The head's weight, or this rank's rows of it.
 
         Returns:
             Shapes `[..., hidden + rank]` and `[vocab, hidden + rank]`.
@@ -167,7 +168,7 @@ class HeadAdapter(Adapter):
 class ExpertsAdapter(Adapter):
     """The adapters of experts that run as one grouped product; see `GroupedExperts` and [Note: adapters of experts].
 
-    Dropout is drawn for each copy of a token; gate and up projection of an expert share it.
+    Dropout is drawn for each copy of a token; the gate and up projections of an expert share it.
     """
 
     @property
@@ -184,7 +185,7 @@ class ExpertsAdapter(Adapter):
 
 
 def adapter_of(module: nn.Module, name: str = "lora") -> Any:
-    """Return a module's adapter of a name, if it is to be applied; None if the module has none, or a merged one."""
+    """Return a module's adapter of a name, if it must be applied; None if there is none, or a merged one."""
     adapter = module._modules.get(name)
     return None if adapter is None or adapter.is_merged else adapter
 
@@ -208,14 +209,14 @@ def adapted_linear(module: nn.Linear, input: Tensor, *, own_part: bool = False, 
 
 
 def linears_of_one_input(modules: Sequence[nn.Linear], input: Tensor) -> list[Tensor]:
-    """Apply linear layers to the same input; those with adapters share what can be shared.
+    """Apply linear layers to the same input; those with adapters share common products.
 
     Args:
-        modules: At most `lightning_d9d.ops.adapted_linears.MOST_LAYERS`.
+        modules: Layers, at most `lightning_d9d.ops.adapted_linears.MOST_LAYERS`.
         input: Shape `[..., in]`.
 
     Returns:
-        The result of each.
+        The result of each layer.
     """
     matrices: dict[nn.Linear, tuple[Tensor, Tensor, Tensor]] = {}
     for module in modules:
@@ -234,7 +235,7 @@ def linears_of_one_input(modules: Sequence[nn.Linear], input: Tensor) -> list[Te
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Tell whether something is called around the module's forward."""
+    """Return whether a hook is called around the module's forward."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -243,7 +244,7 @@ def has_hooks(module: nn.Module) -> bool:
 def _joined_matrices(
     module: nn.Linear, adapter: Any, input: Tensor, own_part: bool = False
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the weight, `a` and `b` of a layer that `lightning_d9d.ops.adapted_linears` takes; None of others."""
+    """Return the weight, `a` and `b` of a layer that `adapted_linears` supports; None for other layers."""
     if adapter is None or (adapter.dropout and adapter.training) or (is_sharded(module.weight) and not own_part):
         return None
     matrices = local_shard(module.weight, input), local_shard(adapter.a, input), local_shard(adapter.b, input)

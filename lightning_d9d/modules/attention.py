@@ -15,32 +15,33 @@ from lightning_d9d.ops import attention, norm_rope_qk, rope_qk
 from lightning_d9d.ops.sharded_weights import local_shard
 
 Attend = Callable[..., Tensor]
-"""Called with queries, keys, values and documents, as `lightning_d9d.ops.attention`; by name with a window and sinks if
-the module has any."""
+"""Called with queries, keys, values and documents, like `lightning_d9d.ops.attention`; by name with a window and sinks
+if the module has any."""
 
 
 class GroupedQueryAttention(DrawnByRows):
     """Causal self-attention in which several query heads share one key and value head.
 
-    Queries and keys are normalised per head (RMSNorm over head_dim), then turned by their position. See
+    Queries and keys are normalised per head (RMSNorm over head_dim), then rotated by their position. See
     https://arxiv.org/abs/2305.13245 for the grouping. One op does this for both, with the weights and the epsilon of
-    `q_norm` and `k_norm`. These modules are called only if they or their `forward` were replaced, have hooks, are
-    sharded by themselves, or differ in their options.
+    `q_norm` and `k_norm`. These modules are called only in special cases: if they or their `forward` were replaced,
+    have hooks, are sharded separately, or have different options.
 
     `attend` mixes values and is `lightning_d9d.ops.attention`; set it to another function with the same arguments.
 
     Args:
-        hidden_size: width of the residual stream.
+        hidden_size: Width of the residual stream.
         num_heads: query heads.
-        num_key_value_heads: heads of keys and values; divides `num_heads`.
-        head_dim: width of a head.
-        norm_eps: epsilon of the norms of queries and keys.
-        bias: whether the projections have one.
-        initializer_range: standard deviation of the initial matrices.
-        window: how many tokens a token sees at most, itself and those before it; None for all.
-        sinks: whether each head has a learned score of one more key, whose value is zero
-            (https://arxiv.org/abs/2309.17453). It starts at 0.
-        interleaved: whether rotary positions turn elements 2 i and 2 i + 1 of a head together; else i and i + pairs.
+        num_key_value_heads: Number of heads of keys and values; divides `num_heads`.
+        head_dim: Width of a head.
+        norm_eps: Epsilon of the norms of queries and keys.
+        bias: Whether the projections have a bias.
+        initializer_range: Standard deviation of the initial matrices.
+        window: Maximum number of tokens that a token sees, itself and those before it; None for all.
+        sinks: Whether each head has a learned score of an additional key, whose value is zero
+            (https://arxiv.org/abs/2309.17453). The score starts at 0.
+        interleaved: Whether rotary positions rotate elements 2 i and 2 i + 1 of a head together; otherwise i and i +
+            pairs.
 
     Raises:
         ConfigError: The window is empty.
@@ -64,7 +65,7 @@ class GroupedQueryAttention(DrawnByRows):
     ) -> None:
         super().__init__()
         if window is not None and window < 1:
-            raise ConfigError(f"window={window} must be 1 or more, for a token sees itself; None is without a window")
+            raise ConfigError(f"window={window} must be 1 or more, because a token sees itself; None sets no window")
         self.head_dim, self.window, self.interleaved = head_dim, window, interleaved
 
         def linear(in_features: int, out_features: int) -> Linear:
@@ -85,12 +86,12 @@ class GroupedQueryAttention(DrawnByRows):
         return {} if self.sinks is None else {"sinks": Constant(0.0)}
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None) -> Tensor:
-        """Attends within each row of the batch, or within each of its documents.
+        """Attend within each row of the batch, or within each of its documents.
 
         Args:
-            x: shape `[batch, seq, hidden]`.
-            rope: tables of `rope_tables` for the positions of `x`.
-            documents: what `attend` takes: integers, shape `[batch, seq]`, equal for tokens of one document.
+            x: Shape `[batch, seq, hidden]`.
+            rope: Tables of `rope_tables` for the positions of `x`.
+            documents: Documents for `attend`: integers, shape `[batch, seq]`, equal for tokens of one document.
 
         Returns:
             Shape `[batch, seq, hidden]`.
@@ -122,7 +123,7 @@ class GroupedQueryAttention(DrawnByRows):
 
 
 def _is_plain(norm: nn.Module) -> bool:
-    """Return True if a norm is as it was built. FSDP2 replaces the class of a module that it gathers in a call."""
+    """Return whether a norm is unchanged since it was built. FSDP2 replaces the class of a module that it gathers."""
     is_exchanged = type(norm) is not RMSNorm or "forward" in vars(norm)
     return not is_exchanged and not has_hooks(norm) and not isinstance(norm.weight, DTensor)
 

@@ -1,10 +1,11 @@
-"""Load balance of mixtures of experts: a bias without a loss, losses of the router, and what the load is.
+"""Load balance of mixtures of experts: a bias without a loss, losses of the router, and measures of the load.
 
-`ExpertBalance` is the part of a router that does this; a router of one's own can have one, too.
+`ExpertBalance` is the part of a router that does this; your own router can have one, too.
 
-[Note: sequences on several ranks] Ranks may share sequences: each has equally many tokens of each (`spread_sequences`).
-A loss on a rank is then a mean over its own tokens, with the counts of experts that one process would have. So the mean
-of these losses over the ranks is the loss of one process. The model takes this mean, once for all layers.
+[Note: sequences on several ranks] Ranks may share sequences: each then has equally many tokens of each sequence
+(`spread_sequences`). A loss on a rank is then a mean over its own tokens, with the counts of experts that one process
+would have. So the mean of these losses over the ranks is the loss of one process. The model takes this mean, once for
+all layers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_d9d.waits import waiting
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How tokens are kept evenly spread over experts. Each part is off at its default; the load is counted in any case.
+    """How tokens are kept evenly distributed over experts. Each part is off by default; the load is always counted.
 
     Raises:
         ConfigError: A number is negative or infinite, or values contradict each other.
@@ -37,8 +38,8 @@ class BalanceConfig:
     tokens than the mean, and falls where it got more (https://arxiv.org/abs/2408.15664)."""
 
     sequence_loss: float = 0.0
-    """Coefficient of the balance loss of each sequence (https://arxiv.org/abs/2412.19437), such as 0.0001. Where ranks
-    share sequences it costs a small all-reduce for each layer and microbatch."""
+    """Coefficient of the balance loss of each sequence (https://arxiv.org/abs/2412.19437), such as 0.0001. If ranks
+    share sequences, it costs a small all-reduce for each layer and microbatch."""
 
     global_batch_loss: float = 0.0
     """Coefficient of the balance loss over the microbatches of all data ranks (https://arxiv.org/abs/2501.11873), such
@@ -49,7 +50,7 @@ class BalanceConfig:
     0.001."""
 
     forced: bool = False
-    """For benchmarks: experts take turns, whatever the router says. The result is not a trained model."""
+    """For benchmarks: experts take turns, independent of the router. Such training gives no useful model."""
 
     def __post_init__(self) -> None:
         for name in ("bias_rate", "sequence_loss", "global_batch_loss", "z_loss"):
@@ -60,8 +61,8 @@ class BalanceConfig:
             raise ConfigError(f"BalanceConfig.forced={self.forced!r} must be true or false")
         if self.forced and self.bias_rate:
             raise ConfigError(
-                f"BalanceConfig.bias_rate={self.bias_rate} has no effect where forced=True chooses the experts; leave "
-                "one of them out"
+                f"BalanceConfig.bias_rate={self.bias_rate} has no effect if forced=True chooses the experts; leave one "
+                "of them out"
             )
 
     @property
@@ -73,20 +74,20 @@ class BalanceConfig:
 class ExpertBalance(DrawnByRows):
     """The load of a router's experts, and the means to balance it.
 
-    The bias is float32 whatever the model's dtype, because its steps are too small for others. It is part of
-    checkpoints; the counts are not. Tokens count in forwards with gradient, but not in those that a recomputation
+    The bias is float32 whatever the model's dtype, because its steps are too small for narrower dtypes. Checkpoints
+    contain the bias, but not the counts. Tokens count in forwards with gradient, but not in those that a recomputation
     (`torch.utils.checkpoint` with `use_reentrant=False`) repeats.
 
     Args:
         num_experts: Number of experts of the layer.
-        config: The parts that are on.
+        config: Settings of the balance.
     """
 
     bias: Tensor | None
     """Added to the probabilities for the choice of experts, float32 `[experts]`; None without a `bias_rate`."""
 
     tokens_per_expert: Tensor
-    """How many tokens this process sent to each expert since `update_expert_bias`, int64 `[experts]`."""
+    """Number of tokens that this process sent to each expert since `update_expert_bias`, int64 `[experts]`."""
 
     def __init__(self, num_experts: int, config: BalanceConfig) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class ExpertBalance(DrawnByRows):
         return {name: Constant(0.0) for name, _ in self.named_buffers(recurse=False)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertBalance:
-        """Let the bias keep its dtype in `module.to(torch.bfloat16)` and the like."""
+        """Keep the dtype of the bias in `module.to(torch.bfloat16)` and the like."""
 
         def apply(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
@@ -118,19 +119,19 @@ class ExpertBalance(DrawnByRows):
         return super()._apply(apply, recurse)
 
     def forward(self, logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Chooses and weighs the experts of tokens, counts the tokens of each expert, and makes the router's loss.
+        """Choose the experts and weights of tokens, count the tokens of each expert, and compute the router's loss.
 
-        With a `global_batch_loss` it is collective over `group`, and with a `sequence_loss` over the ranks that share
+        With a `global_batch_loss` this is collective over `group`, and with a `sequence_loss` over the ranks that share
         the sequences, except in recomputations.
 
         Args:
             logits: Logits of the router, shape `[..., tokens, experts]`: sequences of tokens, or this rank's part of
                 each.
-            top_k: How many experts a token visits.
+            top_k: Number of experts that a token visits.
             normalize: Whether the weights of a token sum to one.
 
         Returns:
-            Indices and weights of the experts, both `[all tokens, top_k]`: `moe_route`, with softmax. And the sum of
+            Indices and weights of the experts, both `[all tokens, top_k]`: `moe_route`, with softmax. Also the sum of
             all losses times their coefficients, a scalar in the dtype of the weights; None without losses, and without
             gradient. [Note: sequences on several ranks].
         """
@@ -147,10 +148,10 @@ class ExpertBalance(DrawnByRows):
         return routes.indices, routes.weights, self._loss(logits, routes) if is_training else None
 
     def _turns(self, num_tokens: int, top_k: int, logits: Tensor) -> Tensor:
-        """Return forced choices: the copies of all tokens take turns one after the other.
+        """Return forced choices: the copies of all tokens take turns.
 
-        First those of the first rank that shares the sequences, then those of the second and so on. The experts of a
-        token are far from each other where `top_k` divides their number: as many ranks as possible have some of them.
+        Copies of the first rank that shares the sequences come first, then those of the second and so on. The experts
+        of a token are far apart if `top_k` divides their number, so that as many ranks as possible have some of them.
         """
         num_copies, num_experts = num_tokens * top_k, logits.shape[-1]
         copies = torch.arange(num_copies, device=logits.device) + self.sequence_rank * num_copies
@@ -187,7 +188,7 @@ def sequence_balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 
     Args:
         probabilities: Probability of each expert for each token of this rank, shape `[..., tokens, experts]`.
-        counts: How many tokens of each sequence went to each expert, perhaps on other ranks, too; shape
+        counts: Number of tokens of each sequence that went to each expert, perhaps on other ranks, too; shape
             `[sequences, experts]`.
     """
     num_sequences, num_experts = counts.shape
@@ -196,13 +197,13 @@ def sequence_balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
-    """Return `num_experts * sum(f * P)`: 1 for an even load, more where the probable experts are the busy ones.
+    """Return `num_experts * sum(f * P)`: 1 for an even load, more if the probable experts are the busy ones.
 
     `f` is each expert's fraction of all copies of tokens, without gradient, and `P` its mean probability.
 
     Args:
         probabilities: Probability of each expert for each token of this rank, shape `[..., experts]`.
-        counts: How many tokens went to each expert, perhaps on other ranks, too; shape `[experts]`.
+        counts: Number of tokens that went to each expert, perhaps on other ranks, too; shape `[experts]`.
     """
     num_experts = len(counts)
     flat = probabilities.view(-1, num_experts)
@@ -210,17 +211,17 @@ def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """Return the mean over tokens of the squared logsumexp of their logits `[..., experts]`; keeps logits small."""
+    """Return the mean over tokens of the squared logsumexp of their logits `[..., experts]`."""
     squares = logits.logsumexp(-1).square()
     return squares.sum() / max(1, squares.numel())
 
 
 def spread_sequences(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Lets each `ExpertBalance` of a module know that ranks share sequences. Not collective.
+    """Tell each `ExpertBalance` of a module that ranks share sequences. Not collective.
 
     Args:
-        module: A module of this rank, in which it meets equally many tokens of each sequence as the others do.
-        group: All ranks with tokens of the same sequences; if it is this one alone, its sequences are whole.
+        module: Module of this rank, which sees as many tokens of each sequence as those of the other ranks.
+        group: All ranks with tokens of the same sequences; if this is the only one, its sequences are whole.
     """
     for part in module.modules():
         if isinstance(part, ExpertBalance):
@@ -232,18 +233,19 @@ def spread_sequences(module: nn.Module, group: dist.ProcessGroup) -> None:
 def update_expert_bias(
     model: nn.Module, rate: float, group: dist.ProcessGroup | None = None, skip: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Moves each bias by `rate` towards an even load, and begins to count again. Call it after an optimizer step.
+    """Move each bias by `rate` towards an even load, and restart the counts. Call this after an optimizer step.
 
-    An expert with fewer tokens than the mean of its layer gets `rate` more, one with more tokens `rate` less. Where no
-    token was counted, nothing changes. Biases stay equal on all ranks. Nothing waits for the host.
+    An expert with fewer tokens than the mean of its layer gets `rate` more, one with more tokens `rate` less. If no
+    token was counted, nothing changes. Biases stay equal on all ranks. The host does not wait.
 
     Collective over `group`, in one all-reduce for all layers.
 
     Args:
-        model: With an `ExpertBalance` in each router; the same layers on all ranks of the group.
+        model: Module with an `ExpertBalance` in each router; the same layers on all ranks of the group.
         rate: The step, such as 0.001.
-        group: The ranks whose tokens count together; None is the default process group, where there is one.
-        skip: A bool on the device, equal on all ranks: begin to count again, but leave the biases alone. None: never.
+        group: The ranks whose tokens count together; None is the default process group, if there is one.
+        skip: A bool on the device, equal on all ranks: if True, restart the counts without changing the biases. None:
+            never.
 
     Returns:
         The tokens of each expert that were counted on all ranks, int64 `[experts]`, by the name of the `ExpertBalance`.
@@ -266,15 +268,15 @@ def update_expert_bias(
 
 
 def expert_load(counts: Tensor) -> Tensor:
-    """Return two numbers that say how even a load is; both are 1 for an even one.
+    """Return two measures of how even a load is; both are 1 for an even one.
 
     Args:
         counts: Tokens of each expert, shape `[..., experts]`.
 
     Returns:
         Float32 `[..., 2]`. First, the tokens of the busiest expert over the mean, up to the number of experts. Second,
-        the entropy of the experts' fractions over that of an even load, down to 0 where one expert has all. Both are 0
-        where nothing was counted.
+        the entropy of the experts' fractions over that of an even load, down to 0 if one expert has all tokens. Both
+        are 0 if nothing was counted.
     """
     num_experts = counts.shape[-1]
     fractions = counts.float() / counts.sum(-1, keepdim=True).clamp_min(1)
@@ -295,9 +297,9 @@ def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _FixedProduct(torch.autograd.Function):
-    """`(x * factors).sum()` with factors that a recomputation does not make again: they may come from other ranks.
+    """`(x * factors).sum()` with factors that a recomputation must not compute again: they may come from other ranks.
 
-    It would take what `save_for_backward` has from the repeated forward, in which ranks do not talk to each other.
+    Otherwise a recomputation would use factors from the repeated forward, in which ranks do not communicate.
     """
 
     @staticmethod

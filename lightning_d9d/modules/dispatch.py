@@ -13,11 +13,11 @@ from lightning_d9d.ops.moe_permute import sort_by_expert
 from lightning_d9d.ops.peer_exchange import PeerPlan
 
 MAX_ROWS = torch.iinfo(torch.int32).max
-"""The most rows that the offsets of grouped products can count."""
+"""The largest number of rows that the offsets of grouped products can count."""
 
 
 class Exchange(NamedTuple):
-    """How tokens came from other ranks."""
+    """The record of how tokens came from other ranks."""
 
     sent: list[int]
     """Number of tokens to each rank."""
@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
 
 
 class DispatchedTokens(NamedTuple):
-    """A copy of each token for each expert that it visits; on the rank of these experts, sorted by expert."""
+    """A copy of each token for each expert that it visits, on the rank of these experts, sorted by expert."""
 
     x: Tensor
     """The copies for this rank's experts, shape `[rows, hidden]`."""
@@ -39,25 +39,25 @@ class DispatchedTokens(NamedTuple):
     """Factor of each row's result, shape `[rows]`."""
 
     offsets: Tensor
-    """The row after the last one of each of this rank's experts, int32, shape `[local experts]`."""
+    """One past the last row of each of this rank's experts, int32, shape `[local experts]`."""
 
     copies: Permutation
-    """Permutation from the tokens here to their copies, sorted by expert and, within an expert, by token."""
+    """Permutation from the tokens on this rank to their copies, sorted by expert and, within an expert, by token."""
 
     exchange: Exchange | PeerPlan | None = None
-    """How the tokens came here, where they are not this rank's alone."""
+    """The exchange that brought the tokens here; None if all are this rank's own."""
 
 
 class Dispatch(Protocol):
-    """Brings tokens to their experts, and the results back."""
+    """Sends tokens to their experts, and the results back."""
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> DispatchedTokens:
-        """Copies and sorts the tokens.
+        """Copy and sort the tokens.
 
         Args:
-            x: shape `[tokens, hidden]`.
-            indices: the experts of each token, shape `[tokens, top_k]`.
-            weights: factors of these experts' results, shape `[tokens, top_k]`.
+            x: Shape `[tokens, hidden]`.
+            indices: The experts of each token, shape `[tokens, top_k]`.
+            weights: Factors of these experts' results, shape `[tokens, top_k]`.
 
         Raises:
             ConfigError: There are more copies than int32 can count.
@@ -65,17 +65,17 @@ class Dispatch(Protocol):
         ...
 
     def combine(self, results: Tensor, tokens: DispatchedTokens) -> Tensor:
-        """Sums the results of each token's copies, always in the same order, shape `[tokens, hidden]`.
+        """Sum the results of each token's copies, always in the same order, shape `[tokens, hidden]`.
 
         Args:
-            results: one for each row of `tokens.x`, shape `[rows, hidden]`.
-            tokens: what `dispatch` has returned.
+            results: One result for each row of `tokens.x`, shape `[rows, hidden]`.
+            tokens: Result of `dispatch`.
         """
         ...
 
 
 class LocalDispatch:
-    """`Dispatch` to experts that are all on this device. Nothing waits for the host."""
+    """`Dispatch` to experts that are all on this device. The host does not wait."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -86,7 +86,7 @@ class LocalDispatch:
         return tokens._replace(x=tokens.copies.copy(x))
 
     def sort(self, x: Tensor, indices: Tensor, weights: Tensor) -> DispatchedTokens:
-        """Sort copies of tokens as `dispatch`, but leave `x` as it is, for experts that make and sum the copies."""
+        """Sort copies of tokens like `dispatch`, but do not copy `x`: the experts make and sum the copies."""
         if indices.numel() > MAX_ROWS:
             raise _too_many(f"there are {indices.numel()} copies of tokens (tokens * top_k)")
         copies = sort_by_expert(indices, self.num_experts)
@@ -98,26 +98,28 @@ class LocalDispatch:
 
 
 class AllToAllDispatch:
-    """`Dispatch` to experts that are spread over the ranks of a process group, evenly and in order.
+    """`Dispatch` to experts that are distributed over the ranks of a process group, evenly and in order.
 
-    Rank r of n holds the experts from r/n to (r + 1)/n of all. A token goes to each rank at most once, however many of
-    its experts are there, with the numbers and weights of all its experts. The rank makes the copies for its experts,
-    and sums their results in float32. One row of the tokens' dtype goes back, and the token's rank sums these.
+    Rank r of n holds the experts from r/n to (r + 1)/n of all. A token is sent to each rank at most once, however many
+    of its experts are there, with the numbers and weights of its experts. The receiving rank makes the copies for its
+    experts, and sums their results in float32. One row in the tokens' dtype is sent back, and the token's rank sums
+    these rows.
 
-    Three exchanges bring tokens there. The first is a small message of fixed size, from which every rank learns what
-    all others will send. The second has the tokens, the third their experts and weights. A fourth brings the results
-    back. The rows of an expert are ordered by rank, then by token, so all is deterministic. The host reads how many
-    rows go where, once a call, and waits for nothing else.
+    Three exchanges send the tokens. The first is a small message of fixed size, which tells every rank what all others
+    will send. The second has the tokens, and the third their experts and weights. A fourth returns the results. The
+    rows of an expert are ordered by rank, then by token, so the result is deterministic. The host reads the numbers of
+    rows once in each call, and does not wait otherwise.
 
-    Both methods, and their backward, are collective, also for ranks without tokens. All ranks agree on which of `x` and
-    `weights` require gradients, and on their dtypes.
+    Both methods, and their backward, are collective, also for ranks without tokens. All ranks must agree on which of
+    `x` and `weights` require gradients, and on their dtypes.
 
     Args:
         num_experts: Number of experts on all ranks.
-        group: Its ranks, in the order of the experts. Only its name is kept, so that modules with it can be copied.
+        group: Group of the ranks, in the order of the experts. Only its name is stored, so that modules with this
+            object can be copied.
 
     Raises:
-        ConfigError: The experts cannot be spread evenly.
+        ConfigError: The experts cannot be distributed evenly.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
@@ -127,8 +129,9 @@ class AllToAllDispatch:
         if num_experts % self.num_ranks:
             legal = nearest(self.num_ranks, divisors(num_experts))
             raise ConfigError(
-                f"{num_experts} experts cannot be spread evenly over the {self.num_ranks} ranks {list(self.ranks)}: "
-                f"expert_parallel must divide the number of experts, as {' and '.join(map(str, legal))} do"
+                f"{num_experts} experts cannot be distributed evenly over the {self.num_ranks} ranks "
+                f"{list(self.ranks)}: expert_parallel must divide the number of experts, as "
+                f"{' and '.join(map(str, legal))} do"
             )
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> DispatchedTokens:
@@ -173,15 +176,18 @@ class AllToAllDispatch:
         return to_ranks.sum(all_to_all_rows(tokens.copies.sum(results), sent, received, self.group_name))
 
     def _gather(self, message: Tensor) -> Tensor:
-        """Return every rank's message. It is an all-to-all, so that a recomputation keeps it where it keeps those."""
+        """Return every rank's message.
+
+        It is an all-to-all, so that a recomputation that keeps all-to-alls also keeps it.
+        """
         once = [1] * self.num_ranks
         return all_to_all_rows(message.expand(self.num_ranks, *message.shape), once, once, self.group_name)
 
     def _splits(self, traffic: list[list[list[int]]]) -> tuple[list[int], list[int], int]:
-        """Return the tokens sent to each rank, those received from each, and the number of copies made of these.
+        """Return the tokens sent to each rank, those received from each, and the number of copies made from these.
 
         Args:
-            traffic: By sending rank, the numbers of tokens to each rank, and those of their copies there.
+            traffic: For each sending rank, the numbers of tokens to each rank, and of their copies there.
         """
         tokens, copies = zip(*traffic, strict=True)
         arriving = [*map(sum, zip(*copies, strict=True))]
@@ -194,12 +200,12 @@ class AllToAllDispatch:
 
 @torch.no_grad()
 def _made(permutation: Permutation, x: Tensor, notes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return copies of tokens and of their notes, without gradient."""
+    """Return copies of tokens and of their expert indices and weights, without gradient."""
     return permutation.copy(x), permutation.copy(notes)
 
 
 def without_repetitions(ranks: Tensor, none: int) -> Tensor:
-    """Replace by `none` each rank that came before in its row of tokens' experts' `ranks` `[tokens, top_k]`."""
+    """Replace repeated ranks in each row of the ranks of tokens' experts, `[tokens, top_k]`, by `none`."""
     is_equal = ranks.unsqueeze(2) == ranks.unsqueeze(1)  # [tokens, top_k, top_k]
     return torch.where(is_equal.tril(-1).any(2), none, ranks)
 

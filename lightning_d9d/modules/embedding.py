@@ -22,9 +22,9 @@ class TokenEmbedding(DrawnByRows, nn.Embedding):
 
 
 class SplitTokenEmbedding(nn.ModuleDict):
-    """One embedding a part of the vocabulary; ids count over the parts in order.
+    """One embedding for each part of the vocabulary; ids count over the parts in order.
 
-    Parts have parameters of their own (`<name>.weight`), so that one may be trained and another not.
+    Parts have separate parameters (`<name>.weight`), so that one may be trained and another frozen.
     """
 
     def __init__(self, vocab_splits: Mapping[str, int], hidden_size: int, *, initializer_range: float) -> None:
@@ -41,7 +41,7 @@ class SplitTokenEmbedding(nn.ModuleDict):
         return torch.cat([part.get_parameter("weight") for part in self.values()])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up ids of shape `[...]`, result `[..., hidden]`; an id beyond the vocabulary fails as in one matrix."""
+        """Look up ids of shape `[...]`, result `[..., hidden]`; an id beyond the vocabulary fails as in one matrix."""
         parts = cast("list[TokenEmbedding]", list(self.values()))
         result, start = None, 0
         for part in parts:

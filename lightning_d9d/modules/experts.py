@@ -24,7 +24,7 @@ class GroupedExperts(DrawnByRows):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """Return normal matrices; each expert has random streams of its own."""
+        """Return normal matrices; each expert has its own random streams."""
         return {"gate_up_proj": Normal(self.initializer_range), "down_proj": Normal(self.initializer_range)}
 
     @property
@@ -34,7 +34,7 @@ class GroupedExperts(DrawnByRows):
 
     @property
     def _adapters(self) -> tuple[ExpertsAdapter | None, ExpertsAdapter | None]:
-        """The adapters of both products; None where there is none, or a merged one."""
+        """The adapters of both products; None if there is none, or a merged one."""
         return adapter_of(self, "gate_up_lora"), adapter_of(self, "down_lora")
 
     def forward(
@@ -45,18 +45,19 @@ class GroupedExperts(DrawnByRows):
         copies: Permutation | None = None,
         second: Halves | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Applies each row's expert.
+        """Apply each row's expert.
 
         Args:
-            x: rows sorted by expert, shape `[rows, hidden]`; with `copies` the tokens, `[tokens, hidden]`.
-            weights: factor of each row's result, shape `[rows]`.
-            offsets: int32, shape `[experts]`: the row after the last one of each expert.
-            copies: from tokens to rows, without padding. Adapters then need fewer passes.
-            second: another half of the tokens. Both are computed in one call, for which weights are gathered once.
+            x: Rows sorted by expert, shape `[rows, hidden]`; with `copies` the tokens, `[tokens, hidden]`.
+            weights: Factor of each row's result, shape `[rows]`.
+            offsets: One past the last row of each expert, int32, shape `[experts]`.
+            copies: Permutation from tokens to rows, without padding. Adapters then need fewer passes.
+            second: Second half of the tokens. Both halves are computed in one call, for which weights are gathered
+                once.
 
         Returns:
-            Shape `[rows, hidden]`; with `copies` the sums of tokens' results, `[tokens, hidden]`. With `second` what
-            its `end` made of the results of both halves.
+            Shape `[rows, hidden]`; with `copies` the sums of tokens' results, `[tokens, hidden]`. With `second`, what
+            its `end` returned for the results of both halves.
         """
         if second is None:
             return self._results(x, weights, offsets, copies)

@@ -1,11 +1,11 @@
-"""Messages of a layer run behind its products: tokens go in two halves, and messages have a stream of their own.
+"""Overlaps a layer's messages with its products: tokens are sent in two halves, and messages have a separate stream.
 
-[Note: two halves] All ranks run one program, whatever tokens they have. Both halves are dispatched. Then come the
-products of the first, its combine, the products of the second, its combine. Messages are on one side stream, in this
-order, and each waits for what the main stream has got before it. So the second dispatch runs beside the products of the
-first half, and the first combine beside those of the second. Autograd runs each backward on the stream of its forward,
-in the reverse order, and waits where streams change. Tensors that one stream makes and the other reads are recorded for
-both.
+[Note: two halves] All ranks run one program, whatever their tokens. Both halves are dispatched. Then come the products
+of the first half, its combine, the products of the second half, and its combine. Messages are on one side stream, in
+this order, and each waits for the work that the main stream had received before it. So the second dispatch runs beside
+the products of the first half, and the first combine beside those of the second. Autograd runs each backward on the
+stream of its forward, in the reverse order, and waits where streams change. Tensors that one stream writes and the
+other reads are recorded for both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Halves(NamedTuple):
-    """Second half of the tokens of a layer, and what happens around its products; see `GroupedExperts.forward`."""
+    """Second half of the tokens of a layer, with callbacks around its products; see `GroupedExperts.forward`."""
 
     x: Tensor
     """Its rows."""
@@ -30,20 +30,20 @@ class Halves(NamedTuple):
     """Their factors."""
 
     offsets: Tensor
-    """The row after the last one of each expert."""
+    """One past the last row of each expert."""
 
     begin: Callable[[int], None]
     """Called before the products of half 0 and 1."""
 
     end: Callable[[int, Tensor], Tensor]
-    """Called with their results; gives what stands for these."""
+    """Called with their results; returns the tensors that replace them."""
 
 
 class SideStream:
-    """A stream of messages beside the current one. On the CPU things are done as they come.
+    """A stream of messages beside the current one. On the CPU calls run immediately.
 
     Args:
-        device: Where the tensors are.
+        device: Device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class SideStream:
         self._ends: dict[int, torch.cuda.Event] = {}
 
     def run(self, function: Callable[[], T], inputs: Iterable[Tensor], key: int) -> T:
-        """Call a function on the side stream, behind what the current one has got so far; `wait(key)` waits for it."""
+        """Call a function on the side stream, after the current stream's work so far; `wait(key)` waits for it."""
         if self._stream is None:
             return function()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -65,7 +65,7 @@ class SideStream:
         return result
 
     def wait(self, key: int, results: Iterable[Tensor]) -> None:
-        """Let the current stream wait for a call, whose results it is to read."""
+        """Make the current stream wait for a call, whose results it will read."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._stream.device)
@@ -76,5 +76,5 @@ class SideStream:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all layers: their messages have one order."""
+    """Return one stream for all layers, so that their messages have one order."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""How a module's parameters start, so that a rank can make any slice of them alone."""
+"""Initial values of a module's parameters, of which a rank can compute any slice alone."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Constant:
 
 
 class DrawnByRows(nn.Module):
-    """A module that defines how its parameters start, so that a rank makes only the values that it holds.
+    """A module that defines its initial values, so that a rank computes only the values that it holds.
 
-    Put it in front of another base class (`class Linear(DrawnByRows, nn.Linear)`) and write `initial_values`. A class
-    that overrides `reset_parameters` further down has its way, and is drawn as a whole.
+    List it before the other base class (`class Linear(DrawnByRows, nn.Linear)`) and implement `initial_values`. If a
+    subclass overrides `reset_parameters`, that method is used, and the module is drawn as a whole.
     """
 
     def initial_values(self) -> Mapping[str, Normal | Constant]:
@@ -53,7 +53,7 @@ class DrawnByRows(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must implement initial_values()")
 
     def reset_parameters(self) -> None:
-        """Gives all parameters and buffers of this module their initial values, from torch's random state."""
+        """Set all parameters and buffers of this module to their initial values, from torch's random state."""
         for name, value in self.initial_values().items():
             if not (tensor := getattr(self, name)).is_meta:  # where torch would take its time for nothing
                 value.fill_(tensor)

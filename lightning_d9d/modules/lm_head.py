@@ -12,16 +12,16 @@ from lightning_d9d.ops.linear_cross_entropy import Reduction
 
 
 class LMHead(DrawnByRows):
-    """Projects hidden states to the vocabulary, and compares with labels where there are any.
+    """Projects hidden states to the vocabulary, and computes losses if there are labels.
 
-    Losses are made without all logits at a time, see `lightning_d9d.ops.linear_cross_entropy`.
+    Losses are computed without all logits at a time, see `lightning_d9d.ops.linear_cross_entropy`.
 
     Args:
-        vocab_size: rows of the weight; None makes a head that owns none and is given one in each call, for tied
+        vocab_size: Rows of the weight; None makes a head without a weight, which is passed in each call, for tied
             embeddings.
-        hidden_size: columns of the weight.
-        initializer_range: standard deviation of the initial weight.
-        loss_options: soft cap of the logits, z-loss, label smoothing and the label without a loss.
+        hidden_size: Columns of the weight.
+        initializer_range: Standard deviation of the initial weight.
+        loss_options: Soft cap of the logits, z-loss, label smoothing and the ignored label.
 
     Raises:
         ConfigError: An option of the loss is outside of its range.
@@ -51,14 +51,14 @@ class LMHead(DrawnByRows):
     def forward(
         self, x: Tensor, labels: Tensor | None = None, reduction: Reduction = "none", weight: Tensor | None = None
     ) -> Tensor:
-        """Return logits, or with labels the cross-entropy of each.
+        """Return logits, or with labels the cross-entropy of each label.
 
         Args:
-            x: hidden states, shape `[..., hidden]`.
-            labels: the id to predict at each place (already shifted), shape `[...]`; -100 is ignored, or what
-                `loss_options` name.
-            reduction: "none" for one loss a label, 0 where ignored; "sum" for their sum.
-            weight: shape `[vocab, hidden]`, instead of the head's own.
+            x: Hidden states, shape `[..., hidden]`.
+            labels: The id to predict at each position (already shifted), shape `[...]`; -100 is ignored, or the label
+                named by `loss_options`.
+            reduction: "none" for one loss for each label, 0 where ignored; "sum" for their sum.
+            weight: Shape `[vocab, hidden]`, used instead of the head's own.
 
         Returns:
             Logits `[..., vocab]` in the model's dtype, within the soft cap if there is one. With labels, losses in
@@ -72,7 +72,7 @@ class LMHead(DrawnByRows):
 
 
 class SplitLMHead(nn.ModuleDict):
-    """A head with one weight a part of the vocabulary (`<name>.weight`), called like `LMHead`."""
+    """A head with one weight for each part of the vocabulary (`<name>.weight`), called like `LMHead`."""
 
     def __init__(
         self,

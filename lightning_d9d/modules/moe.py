@@ -18,7 +18,7 @@ from lightning_d9d.ops import linear, moe_route
 class TopKRouter(DrawnByRows):
     """Chooses the experts of each token: softmax over all experts, then the `top_k` most probable; see `moe_route`.
 
-    Everything is computed in float32 (float64 in float64), whatever the model's dtype and also under autocast.
+    All computation is float32 (float64 in float64), whatever the model's dtype and also under autocast.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class TopKRouter(DrawnByRows):
         """Routes tokens.
 
         Args:
-            x: shape `[..., tokens, hidden]`.
+            x: Shape `[..., tokens, hidden]`.
 
         Returns:
-            Indices of the experts and their weights, both `[all tokens, top_k]`, and the router's loss, a scalar; None
-            where none is configured, and without gradient. The weights are probabilities, scaled to sum to one for each
-            token if `normalize` was set.
+            Indices of the experts and their weights, both `[all tokens, top_k]`, and the router's loss, a scalar. The
+            loss is None if none is configured, and without gradient. The weights are probabilities, scaled to sum to
+            one for each token if `normalize` was set.
         """
         logits = self.logits(x)
         if self.balance is not None:
@@ -75,9 +75,9 @@ class SparseMoE(nn.Module):
         top_k: Number of experts that each token visits.
         normalize: Whether the weights of a token's experts are scaled to sum to one.
         initializer_range: Standard deviation of the initial matrices.
-        shared_intermediate_size: Inner width of a further expert that all tokens visit, times a sigmoid of their own; 0
-            for none.
-        balance: How tokens are spread over experts; None counts and costs nothing.
+        shared_intermediate_size: Inner width of an additional expert that all tokens visit, scaled by a sigmoid for
+            each token; 0 for none.
+        balance: How tokens are balanced over experts; None neither balances nor counts.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class SparseMoE(nn.Module):
             self.shared_expert_gate = Linear(hidden_size, 1, initializer_range=std)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Apply the mixture: shape `[..., hidden]` to the same shape; any number of tokens, also none.
+        """Apply the mixture: shape `[..., hidden]` to the same shape; any number of tokens, including none.
 
-        Where a loss of the router is configured, it is returned too: a scalar, or None without gradient.
+        If a loss of the router is configured, it is returned, too: a scalar, or None without gradient.
         """
         flat = x.flatten(0, -2)
         indices, weights, loss = self.gate(x)

@@ -8,15 +8,16 @@ from lightning_d9d.ops import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
-    """Scales the last dim to unit root mean square, times a weight; computed in float32 at least, result as the input.
+    """Scales the last dim to unit root mean square, times a weight; float32 at least, rounded to the input's dtype.
 
     Under autocast the input may be narrower than the weight. Without kernels (`lightning_d9d.ops.backend`) the weight
-    is then rounded to the input's dtype as autocast does with matrices (torch has no fused kernel for two dtypes).
+    is then rounded to the input's dtype, as autocast does with matrices. Torch has no fused kernel for two dtypes.
 
     Args:
-        dim: width of what is scaled.
-        eps: added to the mean square.
-        zero_centered: whether `1 + weight` is multiplied with, and the weight starts at 0; else the weight starts at 1.
+        dim: Width of the last dim.
+        eps: Number added to the mean square.
+        zero_centered: Whether the factor is `1 + weight`, with a weight that starts at 0; otherwise the weight starts
+            at 1.
     """
 
     weight: nn.Parameter
@@ -27,7 +28,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps=eps)
 
     def reset_parameters(self) -> None:
-        """Gives the weight its initial value."""
+        """Set the weight to its initial value."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     @overload

@@ -1,4 +1,4 @@
-"""Experts on other ranks of a host: tokens are written into these ranks' memory, and the host waits for nothing."""
+"""Experts on other ranks of a host: tokens are written into the memory of these ranks, and the host does not wait."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _NUMBERS = count()
 _EXCHANGES: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
 """Exchanges by the name of their group, for all layers and stages."""
 _SPARE = 1.25
-"""Memory that is made again has room for so many times what was needed."""
+"""Memory that is allocated again has this many times the needed size."""
 
 
 class PeerExchange:
-    """The memory that ranks of a group write to, shared by all its `PeerDispatch`, and whether tokens had room in it.
+    """The memory that ranks of a group write to, shared by all its `PeerDispatch`, and whether tokens fitted into it.
 
-    Memory is made in the first forward. A rank's experts then have room for `capacity` times the copies of tokens of
-    the rank that has most. A rank can receive all that the others may send at a time.
+    Memory is allocated in the first forward. A rank's experts then have room for `capacity` times the token copies of
+    the rank that has most. A rank has room for everything that the others may send at the same time.
 
     Args:
         group: The ranks, all on one host.
-        capacity: Copies for a rank's experts, as a multiple of an even share.
+        capacity: Room for copies for a rank's experts, as a multiple of an even share.
         timeout_s: The limit of a wait for another rank, in seconds.
 
     Raises:
@@ -52,7 +52,7 @@ class PeerExchange:
 
     def __init__(self, group: dist.ProcessGroup, capacity: float = 1.5, *, timeout_s: float = 600.0) -> None:
         if not 1.0 <= capacity < math.inf:
-            raise ConfigError(f"capacity={capacity} must be 1 or more: 1 has room for experts with equal loads alone")
+            raise ConfigError(f"capacity={capacity} must be 1 or more: 1 has room only for equal loads")
         self.group_name, self.num_ranks = group.group_name, group.size()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.capacity, self.timeout_s = capacity, timeout_s
@@ -72,20 +72,23 @@ class PeerExchange:
         return peer_memory(self.name) if self.num_rows else None
 
     def prepare(self, x: Tensor, top_k: int, num_local: int) -> None:
-        """Make memory for tokens, if there is none yet, or none for rows as wide. Collective where it makes any."""
+        """Allocate memory for tokens, if there is none yet, or none for rows of this width.
+
+        Collective if it allocates any.
+        """
         row_bytes = x.shape[1] * x.element_size()
         if self.num_rows == 0 or peer_memory(self.name).layout.row_bytes < row_bytes:
             self._allocate(len(x), row_bytes, top_k, num_local, x.device)
 
     def failures(self) -> Tensor | None:
-        """Return `OVERFLOW` and `LATE` as they have happened, an int32 on the device; None before the first forward."""
+        """Return the flags `OVERFLOW` and `LATE`, an int32 on the device; None before the first forward."""
         return None if (memory := self.memory) is None else memory.status
 
     def grow(self) -> None:
-        """Make as much memory as the last batch needed, and clear the flags. Collective; the host waits.
+        """Allocate as much memory as the last batch needed, and clear the flags. Collective; the host waits.
 
         Raises:
-            RuntimeError: A rank did not come in time.
+            RuntimeError: A rank did not arrive in time.
         """
         memory = self.memory
         assert memory is not None, "nothing has overflowed yet"
@@ -107,7 +110,7 @@ class PeerExchange:
         self.num_rows = num_rows
 
     def check(self, status: int) -> None:
-        """Raise `RuntimeError` if a rank did not come in time."""
+        """Raise `RuntimeError` if a rank did not arrive in time."""
         if status & LATE:
             raise RuntimeError(
                 f"expert_dispatch='peer': a rank of {list(self.ranks)} did not write its tokens within "
@@ -150,26 +153,25 @@ def peer_exchanges(modules: Iterable[nn.Module]) -> list[PeerExchange]:
 
 
 class PeerDispatch:
-    """`Dispatch` to experts that are spread over the ranks of one host, evenly and in order, through their memory.
+    """`Dispatch` to experts that are distributed over the ranks of one host, evenly and in order, through their memory.
 
-    What travels, and the order of rows and sums, is that of `AllToAllDispatch`. But each rank writes its tokens
-    straight into the memory of the ranks that they go to. How many there are is known on the device alone, so the
-    host waits for nothing. `x` of what `dispatch` returns has room for a number of rows; `offsets` say how many there
-    are, and those behind them are arbitrary.
+    The sent data, and the order of rows and sums, are those of `AllToAllDispatch`. But each rank writes its tokens
+    directly into the memory of the receiving ranks. Only the device knows how many there are, so the host does not
+    wait. In the result of `dispatch`, `x` has room for a fixed number of rows; `offsets` say how many are used, and the
+    others are arbitrary.
 
-    Where tokens do not fit, a flag on the device is set (`PeerExchange.failures`), and results are worthless until
-    `PeerExchange.grow`. Where no gradient is recorded, tokens travel by all-to-all, as they do with
-    `PeerExchange.is_off`.
+    If tokens do not fit, a flag on the device is set (`PeerExchange.failures`), and results are invalid until
+    `PeerExchange.grow`. If no gradient is recorded, tokens are sent by all-to-all, as with `PeerExchange.is_off`.
 
     Both methods, and their backward, are collective, also for ranks without tokens.
 
     Args:
         num_experts: Number of experts on all ranks.
-        group: Its ranks, in the order of the experts.
-        exchange: The exchange that it shares with others of the group.
+        group: Group of the ranks, in the order of the experts.
+        exchange: The exchange, which other objects of the group share.
 
     Raises:
-        ConfigError: The experts cannot be spread evenly.
+        ConfigError: The experts cannot be distributed evenly.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup, exchange: PeerExchange | None = None) -> None:
@@ -181,7 +183,7 @@ class PeerDispatch:
         """See `Dispatch`. Collective.
 
         Raises:
-            ConfigError: A rank cannot write to another one's memory; on every rank, in the first call.
+            ConfigError: A rank cannot write to another rank's memory; raised on every rank, in the first call.
         """
         if self.exchange.is_off or not torch.is_grad_enabled():
             return self.plain.dispatch(x, indices, weights)

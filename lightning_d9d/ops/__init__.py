@@ -2,17 +2,17 @@
 
 `grouped_gemm` is the product of sorted tokens with their experts' matrices; `linear` and `split_linears` are products
 with one. Both can defer their weight gradients, with `WeightGradients` and `defer`, for split backwards. `moe_route`
-chooses the experts of tokens; `moe_permute` and `moe_unpermute` bring tokens there and back. `multihot_from_indices`
-and `indices_from_multihot` convert the choice from and to a map over all experts. `adapted_gate_up`, `adapted_swiglu`
-and `adapted_down` are the products and the activation of experts with adapters; `adapted_linears` are the products of
-frozen linear layers with theirs. `all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum` and
-`sum_over` are the collectives of computations that ranks share. `linear_cross_entropy` is the loss of a product with a
-vocabulary's matrix, without all logits in memory. `vocab_parallel_embedding` looks up rows of a vocabulary that is
-sharded over ranks. `attention` attends causally, within documents and a window if given, and chooses its kernel.
-`round_stochastic_` rounds float32 to bfloat16 without bias. `fill_normal_` makes normal values that follow from a key
-and from places in a whole tensor. `rms_norm` scales rows to a unit root mean square. `swiglu` is the gated activation
-of MLPs and experts. `rope` turns heads by their positions; `norm_rope` norms them before. `rope_qk` and `norm_rope_qk`
-take queries and keys at once.
+chooses the experts of tokens; `moe_permute` copies tokens to their experts' rows, and `moe_unpermute` sums the results.
+`multihot_from_indices` and `indices_from_multihot` convert the choice from and to a map over all experts.
+`adapted_gate_up`, `adapted_swiglu` and `adapted_down` are the products and the activation of experts with adapters;
+`adapted_linears` are the products of frozen linear layers with theirs. `all_to_all_rows` sends rows to other ranks;
+`gather_dim`, `scatter_sum` and `sum_over` are collectives for computations that ranks share. `linear_cross_entropy` is
+the loss of a product with a vocabulary's matrix, without all logits in memory. `vocab_parallel_embedding` looks up rows
+of a vocabulary that is sharded over ranks. `attention` attends causally, within documents and a window if given, and
+chooses its kernel. `round_stochastic_` rounds float32 to bfloat16 without bias. `fill_normal_` makes normal values that
+follow from a key and from places in a whole tensor. `rms_norm` scales rows to a unit root mean square. `swiglu` is the
+gated activation of MLPs and experts. `rope` turns heads by their positions; `norm_rope` norms them before. `rope_qk`
+and `norm_rope_qk` take queries and keys at once.
 """
 
 from lightning_d9d.ops.adapted_experts import adapted_down, adapted_gate_up, adapted_swiglu

@@ -1,7 +1,7 @@
 """Products of experts with adapters: what adapters add is part of the products and the activation around it.
 
-[Note: adapted experts] Adapters of rank r are few numbers and few operations. By themselves they would read and write
-all rows once more. Here `h`, of r numbers a row, is all that goes from one place to the next:
+[Note: adapted experts] Adapters of rank r are few numbers and few operations. As separate products they would read and
+write all rows once more. Here only `h`, with r numbers a row, is passed between the kernels:
 
 | function | product of the experts | and of adapters |
 |---|---|---|
@@ -9,10 +9,11 @@ all rows once more. Here `h`, of r numbers a row, is all that goes from one plac
 | `adapted_swiglu` | | `gate_up + h @ b.T` before the activation; `scale * inner @ a.T` after it |
 | `adapted_down` | `y = inner @ weight.T` | `y + h @ b.T` |
 
-[Note: products by token] Where this rank makes the copies of tokens, and sums them, a thin product need not be one of
-rows. `h` is written to the columns of its token and expert, and all else is zero. Then the sum over copies of `h @
-b[expert].T` is one dense product of tokens with the matrices of all experts. So is the product of tokens with all `a`.
-It has many times as many operations, but it reads a token once. The rank tells which takes less time.
+[Note: products by token] If this rank makes the copies of tokens and sums them, a thin product need not work on rows.
+`h` is written to the columns of its token and expert, and all other elements are zero. Then the sum over copies of
+`h @ b[expert].T` is one dense product of tokens with the matrices of all experts. The product of tokens with all `a` is
+computed in the same way. It has many times as many operations, but it reads each token once. The adapter's rank decides
+which way takes less time.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from lightning_d9d.ops.swiglu import swiglu
 MOST_RANK = 64
 """Largest rank whose tiles fit into registers; larger ones take ordinary grouped products."""
 _MOST_READ = 96
-"""Columns of all experts' matrices, by copies of a token: a dense product with so many takes as long as reading all
+"""Columns of all experts' matrices, by copies of a token: a dense product with this many takes as long as reading all
 rows."""
 _MOST_WRITTEN = 512
-"""Like `_MOST_READ`, for a product that is added to: rows would be read and written."""
+"""Like `_MOST_READ`, for a product that is added to a tensor, for which rows would be read and written."""
 
 
 def adapted_gate_up(
@@ -45,8 +46,8 @@ def adapted_gate_up(
 ) -> tuple[Tensor, Tensor]:
     """Multiply experts' rows with their matrices, and with those of an adapter. [Note: adapted experts].
 
-    On CUDA, with a frozen `weight`, one operator, `torch.ops.lightning_d9d.adapted_gate_up`, which keeps `x` and the
-    matrices. Gradients of `a` are added up in float32 and rounded once, and never wait for a split backward.
+    On CUDA, with a frozen `weight`, it is one operator, `torch.ops.lightning_d9d.adapted_gate_up`, which keeps `x` and
+    the matrices. Gradients of `a` are summed in float32 and rounded once, and are never deferred by a split backward.
 
     Args:
         x: Rows sorted by expert, shape `[rows, hidden]`, or with `copies` the tokens, `[tokens, hidden]`.
@@ -78,13 +79,14 @@ def adapted_swiglu(
 ) -> tuple[Tensor, Tensor | None]:
     """Add an adapter's summand to experts' rows, then compute `swiglu` and the next adapter's hidden state.
 
-    On CUDA one operator, `torch.ops.lightning_d9d.adapted_swiglu`, which keeps its arguments. [Note: adapted experts].
+    On CUDA it is one operator, `torch.ops.lightning_d9d.adapted_swiglu`, which keeps its arguments. [Note: adapted
+    experts].
 
     Args:
         gate_up: Shape `[rows, 2 * inner]`, the gate first.
-        h: Shape `[rows, 2 * rank]`, the gate's part first; None: nothing is added.
-        b: Shape `[experts, 2 * inner, rank]`: multiplied with `h`, each half with its own.
-        a: Shape `[experts, rank, inner]`; None: the second result is None.
+        h: Shape `[rows, 2 * rank]`, the gate's part first; None adds nothing.
+        b: Shape `[experts, 2 * inner, rank]`: each half is multiplied with its own half of `h`.
+        a: Shape `[experts, rank, inner]`; with None the second result is None.
         weights: Factors of rows, shape `[rows]`.
         offsets: As in `grouped_gemm`.
         scale: Factor of the second result.
@@ -105,10 +107,10 @@ def adapted_swiglu(
 def adapted_down(
     inner: Tensor, weight: Tensor, h: Tensor, b: Tensor, offsets: Tensor, copies: Permutation | None = None
 ) -> Tensor:
-    """Add two products of experts' rows, with their matrices and those of an adapter. [Note: adapted experts].
+    """Add two products of experts' rows: with their matrices, and with those of an adapter. [Note: adapted experts].
 
-    On CUDA, with a frozen `weight`, one operator, `torch.ops.lightning_d9d.adapted_down`, which keeps `h` and the
-    matrices. Gradients of `b` are added up in float32 and rounded once, and never wait for a split backward.
+    On CUDA, with a frozen `weight`, it is one operator, `torch.ops.lightning_d9d.adapted_down`, which keeps `h` and the
+    matrices. Gradients of `b` are summed in float32 and rounded once, and are never deferred by a split backward.
 
     Args:
         inner: Rows sorted by expert, shape `[rows, inner]`.
@@ -130,7 +132,7 @@ def adapted_down(
 
 
 def thin_product(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """Run `grouped_gemm` with matrices that have a rank as one dim: in 16 bits on CUDA padded to rows of 16 bytes.
+    """Run `grouped_gemm` with matrices that have the adapter's rank as one dim, padded on CUDA in 16 bits.
 
     Args:
         x: Rows sorted by expert, shape `[rows, in]`.
@@ -186,7 +188,7 @@ def adapted_down_reference(
 
 
 def _fits(x: Tensor, weight: Tensor, rank: int, *thin: Tensor) -> bool:
-    """Return whether the operators take these: the weight is frozen, and in the dtype of the computation."""
+    """Return whether the operators support these: the weight must be frozen, and in the dtype of the computation."""
     is_frozen = not weight.requires_grad and weight.dtype == autocast_dtype(x)
     return is_frozen and 0 < rank <= MOST_RANK and runs_triton(x, weight, *thin)
 
@@ -219,7 +221,7 @@ def _project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | Non
 
 
 def _columns(h: Tensor, offsets: Tensor, sources: Tensor, num_tokens: int) -> Tensor:
-    """Place each row in the columns of its token and expert, `[tokens, groups * n]`; all else is zero."""
+    """Place each row in the columns of its token and expert, `[tokens, groups * n]`; all other elements are zero."""
     from lightning_d9d.ops.kernels import thin_products as kernels
 
     columns = h.new_zeros(num_tokens, len(offsets) * h.shape[1])

@@ -1,8 +1,8 @@
-"""Frozen linear layers of one input with adapters: what adapters add is summed up by the products of the layers.
+"""Frozen linear layers of one input with adapters: the layers' products add to the adapters' results.
 
-[Note: adapted linear layers] An adapter by itself would write its result, read it and the layer's, and write the sum.
-So would the gradient of the input. Here a thin product writes, and the layer's product adds to what is there. All
-layers of one input share the product with their `a`, and the gradient of the input.
+[Note: adapted linear layers] A separate adapter would write its result, read it and the layer's result, and write the
+sum. The gradient of the input would take the same extra passes. Here a thin product writes, and the layer's product
+adds to it in place. All layers of one input share the product with their `a`, and the gradient of the input.
 
 | pass of a thin product over wide rows | how often |
 |---|---|
@@ -28,7 +28,7 @@ from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.weight_gradients import receiver
 
 MOST_LAYERS = 3
-"""The most layers in a call: queries, keys and values."""
+"""Maximum number of layers in a call: queries, keys and values."""
 
 
 def adapted_linears(
@@ -36,18 +36,18 @@ def adapted_linears(
 ) -> tuple[Tensor, ...]:
     """Compute `x @ weight.T + scale * x @ a.T @ b.T` of some frozen layers. [Note: adapted linear layers].
 
-    One operator, `torch.ops.lightning_d9d.adapted_linears`, which keeps `x`, the matrices and the products with `a`.
-    Gradients of `a` and `b` never wait for a split backward.
+    It is one operator, `torch.ops.lightning_d9d.adapted_linears`, which keeps `x`, the matrices and the products with
+    `a`. Gradients of `a` and `b` are never deferred by a split backward.
 
     Args:
-        x: Shape `[..., in]`, in a dtype as `can_adapt` asks for, as is all else.
-        weights: At most `MOST_LAYERS`, shapes `[out, in]`. They get no gradients.
-        a: For each layer shape `[rank, in]`.
-        b: For each layer shape `[out, rank]`.
+        x: Shape `[..., in]`; all tensors have the dtype that `can_adapt` requires.
+        weights: Weights of at most `MOST_LAYERS` layers, shapes `[out, in]`. The weights get no gradients.
+        a: For each layer a tensor of shape `[rank, in]`.
+        b: For each layer a tensor of shape `[out, rank]`.
         scales: For each layer a factor.
 
     Returns:
-        For each layer shape `[..., out]`.
+        For each layer a tensor of shape `[..., out]`.
     """
     absent = [None] * 2 * (MOST_LAYERS - len(weights))
     pairs = [matrix for pair in zip(weights, b, strict=True) for matrix in pair]
@@ -57,9 +57,9 @@ def adapted_linears(
 
 
 def can_adapt(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> bool:
-    """Tell whether `adapted_linears` takes such a layer.
+    """Return whether `adapted_linears` supports such a layer.
 
-    The weight must be frozen, all dtypes the one of the computation, and no gradient may be one that waits.
+    The weight must be frozen, all dtypes the one of the computation, and no gradient may be deferred.
     """
     tensors = (x, weight, a, b)
     return (

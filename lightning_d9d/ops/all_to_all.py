@@ -13,20 +13,20 @@ from lightning_d9d.waits import waiting
 
 
 def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
-    """Sends consecutive blocks of rows to the ranks of a group and returns those that they sent. Collective.
+    """Send consecutive blocks of rows to the ranks of a group and return the blocks that they sent. Collective.
 
-    One operator, `torch.ops.lightning_d9d.all_to_all_rows`. A policy of what to keep for a recomputation can name it,
-    and `torch.compile` takes it whole. Its backward is the same exchange the other way. So ranks must agree on whether
-    `rows` requires a gradient, and each takes part in the backward, without rows too. The host waits for nothing.
+    It is one operator, `torch.ops.lightning_d9d.all_to_all_rows`. So a recomputation policy can keep it by name, and
+    `torch.compile` takes it whole. Its backward is the same exchange in the other direction. So ranks must agree on
+    whether `rows` requires a gradient, and each takes part in the backward, even without rows. The host does not wait.
 
     Args:
-        rows: shape `[sum(sent), ...]`, with equal dtypes and equal dims after the first on all ranks.
-        received: how many rows come from each rank of the group; what that rank has as `sent` for this one.
-        sent: how many rows go to each rank of the group, in the order of `rows`.
+        rows: Shape `[sum(sent), ...]`, with equal dtypes and equal dims after the first on all ranks.
+        received: Number of rows that come from each rank of the group; that rank's `sent` for this one.
+        sent: Number of rows that go to each rank of the group, in the order of `rows`.
         group_name: `group_name` of a process group of torch.
 
     Returns:
-        Shape `[sum(received), ...]`: in new memory, by rank that sent them.
+        Shape `[sum(received), ...]`, in new memory, ordered by the sending rank.
     """
     return _exchange_op(rows, received, sent, group_name)
 
@@ -36,13 +36,13 @@ def all_to_all_copies(
 ) -> Tensor:
     """Run `all_to_all_rows` of copies made before the number of rows was known on the host. Collective.
 
-    One operator, `torch.ops.lightning_d9d.all_to_all_copies`. Its backward is the exchange the other way, and
-    `permutation.sum`.
+    It is one operator, `torch.ops.lightning_d9d.all_to_all_copies`. Its backward is the exchange in the other
+    direction, and `permutation.sum`.
 
     Args:
         x: Tensor that gets the gradient, shape `[tokens, ...]`.
-        copies: `permutation.copy(x)`, of which the first `sum(sent)` rows are sent.
-        permutation: Where copies are; those with places from `sum(sent)` on are not sent.
+        copies: `permutation.copy(x)`; its first `sum(sent)` rows are sent.
+        permutation: Permutation of the copies; copies with places from `sum(sent)` on are not sent.
         received: As for `all_to_all_rows`.
         sent: As for `all_to_all_rows`.
         group_name: As for `all_to_all_rows`.

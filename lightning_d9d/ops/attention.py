@@ -56,38 +56,37 @@ def attention(
 
     - "auto": flash-attn 4 for causal attention and windows over 2048 tokens or more, on Hopper. It must be installed,
       and heads must have 64 or 128 numbers. Other causal attention runs on torch's choice: cuDNN on Hopper, flash
-      attention on other GPUs. Other documents and windows run on Triton kernels on CUDA. On other devices, in float64
-      and with heads of more than 256 numbers they run on torch, with a mask of `batch * seq**2` numbers that is
-      kept for the backward.
-    - "cudnn", "flash", "efficient", "math": that of torch. The first two take neither documents nor window, "efficient"
-      neither sinks nor shared heads. With a mask where there are documents or a window.
+      attention on other GPUs. Documents and other windows run on Triton kernels on CUDA. Other devices, float64 and
+      heads of more than 256 numbers use torch, with a mask of `batch * seq**2` numbers that is kept for the backward.
+    - "cudnn", "flash", "efficient", "math": torch's kernel of that name. The first two support neither documents nor a
+      window, and "efficient" neither sinks nor shared heads. Documents or a window need a mask.
     - "triton": kernels that compute only blocks of tokens with documents in common, for any shape.
-    - "flash-attn": the package of that name or `flash-attn-4`, of the newest version that is installed; no sinks. With
-      documents the host waits for the device.
+    - "flash-attn": the newest installed version of that package or of `flash-attn-4`; no sinks. With documents the host
+      waits for the device.
 
-    Two runs of the Triton kernels give equal bits; of the backwards of other kernels, cuDNN's too, that is not
-    promised. One operator, `torch.ops.lightning_d9d.attention`, has these kernels, those of flash-attn 4 that "auto"
-    takes, and all that computes sinks on CUDA. Its backward computes probabilities again from the logarithms of their
-    sums, one float32 number a query and head. The host waits for nothing.
+    Two runs of the Triton kernels give equal bits; backwards of other kernels, cuDNN's too, do not promise this. One
+    operator, `torch.ops.lightning_d9d.attention`, covers these kernels, those of flash-attn 4 that "auto" chooses, and
+    all attention with sinks on CUDA. Its backward recomputes probabilities from the logarithms of their sums, one
+    float32 number for each query and head. The host does not wait.
 
     Args:
-        q: shape `[batch, heads, seq, head_dim]`.
-        k: shape `[batch, kv_heads, seq, head_dim]`; `kv_heads` divides `heads`, and head h has keys of
+        q: Shape `[batch, heads, seq, head_dim]`.
+        k: Shape `[batch, kv_heads, seq, head_dim]`; `kv_heads` divides `heads`, and head h uses the keys of
             `h // (heads / kv_heads)`.
-        v: shape of `k`.
-        documents: integers, shape `[batch, seq]`: a token attends to itself and to those before it that have the same
-            number, any one. None is one document a row.
-        window: how many tokens a token sees at most, itself and those before it. None is all.
-        sinks: shape `[heads]`, differentiable: the score of one more key, whose value is zero
-            (https://arxiv.org/abs/2309.17453). None is without.
+        v: Shape of `k`.
+        documents: Integers, shape `[batch, seq]`: a token attends to itself and to earlier tokens with the same number.
+            None means one document for each row.
+        window: Maximum number of tokens that a token sees, itself and those before it. None sets no limit.
+        sinks: Shape `[heads]`, differentiable: the score of an additional key, whose value is zero
+            (https://arxiv.org/abs/2309.17453). None adds no such key.
         kernel: see above.
 
     Returns:
-        Shape and dtype of `q`. What "auto" and "cudnn" leave to torch on CUDA cannot be changed in place where it has a
-        gradient.
+        Shape and dtype of `q`. On CUDA, a result of torch's kernels ("auto" and "cudnn") that has a gradient cannot be
+        changed in place.
 
     Raises:
-        ConfigError: A shape does not fit, the window is empty, or the kernel cannot run this.
+        ConfigError: A shape does not fit, the window is empty, or the kernel does not support the arguments.
     """
     q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
     _check(q, k, v, documents, window, sinks, kernel)
@@ -100,7 +99,8 @@ def attention(
             name for name in get_args(AttentionKernel)[1:] if not _why_not(name, q, k, v, documents, window, sinks)
         ]
         raise ConfigError(
-            f"kernel={kernel!r} cannot run this attention: {reason}. Can: 'auto', {', '.join(map(repr, others))}"
+            f"kernel={kernel!r} does not support this attention: {reason}. Supported: 'auto', "
+            f"{', '.join(map(repr, others))}"
         )
     else:
         chosen = kernel
@@ -120,7 +120,10 @@ def attention(
 
 
 class _TakesGradientInOneForm(torch.autograd.Function):
-    """Nothing but [Note: plans of cuDNN]. Its result is a view that torch lets nobody change in place."""
+    """Ensures only what [Note: plans of cuDNN] requires.
+
+    Its result is a view, which torch does not allow to be changed in place.
+    """
 
     @staticmethod
     def forward(ctx, out: Tensor) -> Tensor:
@@ -170,7 +173,7 @@ def _mask(q: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
 
 
 def _choice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None) -> str:
-    """Choose for "auto": "torch" is torch's choice, "block" the operator's, which the compiler cannot trace."""
+    """Choose for "auto": "torch" is torch's choice; "block" the operator's, which the compiler cannot trace."""
     can_run_triton = triton_can_run(q, k, v)
     if can_run_triton and runs_triton(q, k, v, by_default=False):
         return "triton"
@@ -189,7 +192,7 @@ def _check(
     (batch, heads, seq, head_dim), kv_heads = q.shape, k.shape[1]
     if k.shape != (batch, kv_heads, seq, head_dim) or v.shape != k.shape or heads % max(1, kv_heads):
         raise ConfigError(
-            f"k {list(k.shape)} and v {list(v.shape)} must have the shape of q {list(q.shape)}, but for a number of "
+            f"k {list(k.shape)} and v {list(v.shape)} must have the shape of q {list(q.shape)}, except for a number of "
             "heads that divides that of q"
         )
     if documents is not None and (documents.shape != (batch, seq) or documents.is_floating_point()):
@@ -198,9 +201,9 @@ def _check(
             f"{[batch, seq]}"
         )
     if window is not None and window < 1:
-        raise ConfigError(f"window={window} must be 1 or more, for a token sees itself")
+        raise ConfigError(f"window={window} must be 1 or more, because a token sees itself")
     if sinks is not None and sinks.shape != (heads,):
-        raise ConfigError(f"sinks {list(sinks.shape)} must be one number a head of q, here {heads}")
+        raise ConfigError(f"sinks {list(sinks.shape)} must have one number for each head of q, here {heads}")
     if kernel not in get_args(AttentionKernel):
         raise ConfigError(f"kernel={kernel!r} must be one of {', '.join(map(repr, get_args(AttentionKernel)))}")
 
@@ -208,7 +211,7 @@ def _check(
 def _why_not(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
 ) -> str | None:
-    """Return why a kernel cannot run this."""
+    """Return why a kernel does not support these arguments."""
     is_masked = documents is not None or window is not None
     of_what = f"{q.dtype} on {q.device.type} with head_dim {q.shape[-1]}"
     if kernel == "math":
@@ -237,7 +240,7 @@ def _why_not(
 
 
 class _Given(NamedTuple):
-    """Arguments of the backward's operator behind the gradient of the result."""
+    """Arguments of the backward's operator after the gradient of the result."""
 
     q: Tensor
     k: Tensor
@@ -300,7 +303,7 @@ def _new_gradients(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, T
 
 
 def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for the gradients of `q`, `k`, `v` and `sinks`; without elements for those not asked for."""
+    """Return memory for the gradients of `q`, `k`, `v` and `sinks`; without elements for those not requested."""
     sinks = given.q if given.sinks is None else given.sinks
     needs_kv = given.needs_kv
     parts = ((given.q, given.needs_q), (given.k, needs_kv), (given.v, needs_kv), (sinks, given.needs_sinks))

@@ -1,15 +1,15 @@
 """Attention of some queries to some keys; attention to all keys is merged from such blocks.
 
 A block's result comes with the natural logarithm of the sum of its exponentiated scores, in float32 (float64 for
-float64). From it `merge` knows the weight of each of two results. The backward of a block takes result and logarithm of
-the whole, so gradients of blocks are parts of a sum. See https://arxiv.org/abs/2205.14135 for the arithmetic and
+float64). `merge` uses it to weigh two results. The backward of a block takes the result and logarithm of the whole, so
+gradients of blocks can be summed. See https://arxiv.org/abs/2205.14135 for the arithmetic and
 https://arxiv.org/abs/2310.01889 for blocks on several devices.
 
 These functions are not differentiable themselves.
 
 [Note: plans of cuDNN] torch caches a plan of cuDNN's backward by the sizes and memory order of queries, keys and
 values. The order of result and gradient is not part of the key: they are read in the order of the first call (torch
-2.11). So both are always given in the memory order of the queries, as they leave the forward.
+2.11). So both always get the memory order of the queries, which the forward's result has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_HEAD_DIM = 256
 """The largest head dim of the Triton kernels."""
 
 _MAX_SCORES = 1 << 24
-"""Most scores that the reference has in memory at a time, unless those of one query a head are more."""
+"""Maximum number of scores that the reference holds at a time, unless those of one query for each head exceed it."""
 
 _aten = torch.ops.aten
 
@@ -51,17 +51,18 @@ def attention_block(
 
     On CUDA this runs on flash-attn 4 if it is installed, or on torch's cuDNN or flash attention kernels, if they
     support the arguments. Otherwise, and always with documents, it runs on Triton kernels, which skip pairs of blocks
-    without a common document. Tensors in float64, heads of more than 256 numbers and other devices use
+    without a common document. Float64 tensors, heads of more than 256 numbers and other devices use
     `attention_block_reference`.
 
     Args:
-        q: shape `[batch, heads, queries, head_dim]`.
-        k: shape `[batch, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`, and head h has keys of
+        q: Shape `[batch, heads, queries, head_dim]`.
+        k: Shape `[batch, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`, and head h uses the keys of
             `h // (heads / kv_heads)`.
-        v: shape of `k`.
-        masks: masks that say which pairs of queries and keys count.
-        sinks: shape `[heads]`, the score of one more key with a value of zero. The backward gets them from `lse`.
-        kernel: kernel that runs it, which must support the arguments (`block_kernel`); None: choose one.
+        v: Shape of `k`.
+        masks: Masks that say which pairs of queries and keys count.
+        sinks: Shape `[heads]`, the score of an additional key with a value of zero. The backward gets the sinks from
+            `lse`.
+        kernel: Kernel that runs it, which must support the arguments (`block_kernel`); None chooses one.
 
     Returns:
         The result, shape and dtype of `q`, and the logarithms, shape `[batch, heads, queries]`: 0 and -inf for a query
@@ -106,16 +107,16 @@ def attention_block_backward(
     """Return the contribution of a block of keys to the gradients of attention.
 
     Args:
-        grad_out: gradient of the result, shape of `q`.
-        q: as in `attention_block`, as are `k`, `v`, `masks` and `kernel`.
+        grad_out: Gradient of the result, shape of `q`.
+        q: Arguments as in `attention_block`, like `k`, `v`, `masks` and `kernel`.
         k: see `q`.
         v: see `q`.
-        out: result of these queries for all their keys, in this block and others.
-        lse: logarithms of that result.
+        out: Result of these queries for all their keys, in this block and others.
+        lse: Logarithms of that result.
         masks: see `q`.
         kernel: see `q`.
-        needs_q: if True, compute the gradient of `q`; the Triton kernels compute only requested ones.
-        needs_kv: if True, compute the gradients of `k` and `v`.
+        needs_q: If True, compute the gradient of `q`; the Triton kernels compute only requested ones.
+        needs_kv: If True, compute the gradients of `k` and `v`.
 
     Returns:
         The summands of the gradients of `q`, `k` and `v`, in their shapes and dtypes; those that are not requested may
@@ -160,9 +161,9 @@ def merge(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> None:
     """Add the result of a further block to that of others, in place.
 
     Args:
-        out: the others' result, shape `[batch, heads, queries, head_dim]`, in float32 (float64 for float64).
-        lse: the others' logarithms, shape `[batch, heads, queries]`, in the dtype of `out`.
-        out2: the further block's result, shape of `out`, in any dtype.
+        out: The others' result, shape `[batch, heads, queries, head_dim]`, in float32 (float64 for float64).
+        lse: The others' logarithms, shape `[batch, heads, queries]`, in the dtype of `out`.
+        out2: The further block's result, shape of `out`, in any dtype.
         lse2: its logarithms.
     """
     total = torch.logaddexp(lse, lse2)
@@ -216,7 +217,7 @@ def block_kernel(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> BlockKernel:
     """Return the kernel that runs a block here; `torch.nn.attention.sdpa_kernel` restricts torch's kernels as usual.
 
     Args:
-        q: as in `attention_block`, as are `k`, `v` and `masks`.
+        q: Arguments as in `attention_block`, like `k`, `v` and `masks`.
         k: see `q`.
         v: see `q`.
         masks: see `q`.
@@ -275,5 +276,5 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Replace -inf of a query without any key by +inf: its probabilities are then 0, not NaN."""
+    """Replace -inf of a query without any key by +inf, so that its probabilities are 0 instead of NaN."""
     return lse.masked_fill(lse == float("-inf"), float("inf"))

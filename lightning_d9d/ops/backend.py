@@ -19,13 +19,15 @@ _chosen: Kernels = "auto"
 
 
 def set_kernels(kernels: Kernels) -> None:
-    """Choose the kernels of all ops of this process, until the next call. Compiled blocks and CUDA graphs follow.
+    """Choose the kernels of all ops of this process, until the next call.
+
+    Compiled blocks and CUDA graphs follow the choice.
 
     Args:
         kernels: With "auto", tensors on CUDA use Triton's kernels, or others that were measured to be faster there;
-            others use torch's. All use torch's with "torch", to find out if a kernel is at fault. All use Triton's with
-            "triton". On the CPU this needs its interpreter (`TRITON_INTERPRET=1` before the first kernel is imported),
-            for tests.
+            other tensors use torch's. With "torch" all tensors use torch's kernels, to find out whether a kernel is at
+            fault. With "triton" all use Triton's. On the CPU this needs its interpreter (`TRITON_INTERPRET=1` before
+            the first kernel is imported), for tests.
 
     Raises:
         ConfigError: The value is not one of these.

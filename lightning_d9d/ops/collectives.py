@@ -1,13 +1,12 @@
 """Collectives on plain tensors through which gradients flow.
 
-Ranks may compute one scalar loss together, each from its own part. They then have one loss. A rank's gradient of a
-tensor is the derivative of this loss with respect to its own copy or part of the tensor. The backward of each
-collective follows from this.
+Together the ranks may compute one scalar loss, each from its own part. A rank's gradient of a tensor is the derivative
+of this loss with respect to its own copy or part of the tensor. The backward of each collective follows from this.
 
-All are collective over the group, in the backward too, so its ranks must agree on whether `x` requires a gradient. A
-group of one rank gets `x` back without a message. The host does not wait. Each one with a message in the forward is one
-operator (`torch.ops.lightning_d9d.<name>`). So selective recomputation can keep its result by name, and `torch.compile`
-takes it whole.
+All are collective over the group, in the backward too, so its ranks must agree on whether `x` requires a gradient. In a
+group of one rank, the result is `x` itself without a message. The host does not wait. Each collective with a message in
+the forward is one operator (`torch.ops.lightning_d9d.<name>`). So selective recomputation can keep its result by name,
+and `torch.compile` takes it whole.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def gather_dim(x: Tensor, dim: int, group_name: str, *, sums_gradients: bool = T
         dim: Dim along which the parts are joined.
         group_name: `group_name` of a process group of torch.
         sums_gradients: True if ranks compute different things with the whole, so that the gradient of a part is the sum
-            of theirs. False if all compute the same: then the backward does not need a message.
+            over ranks. False if all compute the same: then the backward does not need a message.
 
     Returns:
         The whole, `group size` times as long along `dim`.
@@ -80,11 +79,11 @@ def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
         x: This rank's summand, with an equal shape and dtype on all ranks.
         group_name: `group_name` of a process group of torch.
         sums_gradients: True if ranks compute different things with the sum. The gradient of a summand is then the sum
-            of theirs, with one more message in the backward. False if all compute the same: each rank's gradient of the
-            sum is that of its summand.
+            over ranks, with one more message in the backward. False if all compute the same: each rank's gradient of
+            the sum is that of its summand.
 
     Returns:
-        In the shape and dtype of `x`.
+        Shape and dtype are those of `x`.
     """
     return x if group_size(group_name) == 1 else _sum_op(x, group_name, sums_gradients)
 

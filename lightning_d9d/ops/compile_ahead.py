@@ -1,10 +1,10 @@
 """Kernels of a backward are compiled while the forward runs.
 
 [Note: compiling ahead] A first step meets its kernels one after the other, and each waits for its compiler. But an
-operator's forward tells all about its backward. So its first calls start a thread that runs the backward with tensors
-that have no values. There kernels are compiled, and not launched. Several threads compile side by side. A real backward
-that comes before they have finished waits for the lock of its kernel, and for no other; see
-`lightning_d9d.ops.kernels.compiling`. Once it has run, forwards start no threads any more.
+operator's forward determines everything about its backward. So its first calls start a thread that runs the backward
+with tensors that have no values. In that thread, kernels are compiled and not launched. Several threads compile
+concurrently. A real backward that starts before they have finished waits only for the lock of its own kernel; see
+`lightning_d9d.ops.kernels.compiling`. Once it has run, forwards start no more threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd import Function
 from lightning_d9d.log import logger
 
 _MOST_AT_A_TIME = 8
-"""Most compilers at work, each a process or a thread: those of other ranks need processors, too."""
+"""Maximum number of running compilers, each a process or a thread: those of other ranks need processors, too."""
 THREAD_PREFIX = "compiles "
 """Beginning of the names of threads that compile ahead."""
 _slots = threading.Semaphore(min(_MOST_AT_A_TIME, os.cpu_count() or 1))
@@ -38,9 +38,9 @@ class BackwardAhead:
 
     Args:
         name: Name of the operator.
-        fake: Gives the operator's results without values.
-        setup_context: Keeps what `backward` needs.
-        backward: Gives the gradients.
+        fake: Function that returns the operator's results without values.
+        setup_context: Function that saves the tensors for `backward`.
+        backward: Function that returns the gradients.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BackwardAhead:
         self._seen: set[tuple[Any, ...]] = set()
 
     def start(self, args: tuple[Any, ...]) -> None:
-        """Begin to compile in a thread, unless arguments of this form were there before. Local.
+        """Begin to compile in a thread, unless arguments of this form have been seen before. Local.
 
         Args:
             args: Arguments of the forward.

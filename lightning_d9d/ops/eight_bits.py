@@ -1,19 +1,19 @@
 """Optimizer states in eight bits: small floating-point numbers, and an exponent that 32 places of a row share.
 
-[Note: states in eight bits]
-A block is 32 places in one row of the whole tensor. It has a *scale* of one byte: the exponent, as a float32 has it, of
-the smallest power of two that its codes reach. It follows from the largest magnitude in the block. Each place has a
-*code* of one byte, which counts steps. There are 16 steps for each power of two, as 4 bits of mantissa have:
+[Note: states in eight bits] A block is 32 places in one row of the whole tensor. The block has a *scale* of one byte:
+the float32 exponent of the smallest power of two that its codes represent. The largest magnitude in the block
+determines the scale. Each place has a *code* of one byte, which counts steps. There are 16 steps for each power of two,
+as 4 bits of mantissa have:
 
     exp_avg       sign and 7 bits: 8 powers of two, from which the smallest is subtracted, so that codes begin at 0
     exp_avg_sq    8 bits: 16 powers of two, of which the smallest is the least value
 
-A square is thus never 0 after a step. AdamW divides by its root, so a 0 below an average that is not 0 would make a
-step of any size. Squares below the smallest power of two are raised to it, which makes the step smaller.
+So a square is never 0 after a step. AdamW divides by its root, so a 0 beside an average that is not 0 would make a step
+of any size. Squares below the smallest power of two are raised to it, which makes the step smaller.
 
-What is stored is rounded up or down at random, without bias. Rounded to nearest, an average that changes by a
-thousandth a step would never leave its code. Codes are upper bits of a float32, so that the CPU and CUDA read and make
-them without any rounding of their own.
+Stored values are rounded up or down at random, without bias. If it were rounded to nearest, an average that changes by
+a thousandth a step would never leave its code. Codes are upper bits of a float32, so the CPU and CUDA convert them
+without rounding of their own.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch import Tensor
 BLOCK = 32
 """Number of places of a row with one scale."""
 CUT = 19
-"""Number of bits of a float32 that a code lacks; as many random ones round."""
+"""Number of float32 bits that a code lacks; this many random bits round it."""
 LEAST_SQUARE = 2.0**-126
-"""The least `exp_avg_sq` that there is, a normal number."""
+"""The smallest possible `exp_avg_sq`, a normal number."""
 
 
 class Codes(NamedTuple):
-    """The way in which codes count steps."""
+    """A format of codes."""
 
     room: int
-    """Summand of a magnitude's bits: it raises the exponent by one where the top step is below the magnitude."""
+    """Summand for a magnitude's bits: it raises the exponent by one if the top step is below the magnitude."""
     below: int
     """Number of powers of two from the smallest to the largest."""
     most_scale: int
@@ -55,11 +55,11 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def decoded(codes: Tensor, scales: Tensor, kind: Codes) -> Tensor:
-    """Return the values that codes stand for, in float32; bfloat16 holds them, too. Local.
+    """Return the float32 values of codes; bfloat16 can represent them, too. Local.
 
     Args:
-        codes: uint8, of any shape of one dim or more.
-        scales: uint8, of the shape that `scale_shape` gives.
+        codes: Uint8, of any shape of one dim or more.
+        scales: Uint8, of the shape that `scale_shape` returns.
         kind: `AVERAGE` or `SQUARE`.
     """
     wide, base = codes.int(), _of_places(scales, codes.shape[-1]) << 23
@@ -70,15 +70,15 @@ def decoded(codes: Tensor, scales: Tensor, kind: Codes) -> Tensor:
 
 
 def encoded(values: Tensor, random: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
-    """Find codes and scales of values, rounded at random, so that `decoded` gives the values in the mean. Local.
+    """Compute codes and scales of values, rounded at random, so that `decoded` returns the values on average. Local.
 
     Args:
-        values: float32, finite, of one dim or more; 0 or more for `SQUARE`, of which too small ones are raised.
-        random: int64 of the same shape, from 0 to below `2**19`.
+        values: Float32, finite, of one dim or more; for `SQUARE` 0 or more, and values that are too small are raised.
+        random: Int64 of the same shape, from 0 to below `2**19`.
         kind: `AVERAGE` or `SQUARE`.
 
     Returns:
-        uint8, of the shape of the values, and of the shape that `scale_shape` gives.
+        Uint8, of the shape of the values, and of the shape that `scale_shape` returns.
     """
     columns = values.shape[-1]
     blocks = F.pad(values.abs(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))

@@ -1,4 +1,4 @@
-"""Normal values by place, made by threads of the host or by a kernel of the device."""
+"""Normal values by place, computed by threads of the host or by a kernel of the device."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.places import MEAN, Runs, runs_of, scale_of
 
 _ON_HOST = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-"""Dtypes that threads write; torch casts to others."""
+"""Dtypes that threads write; torch casts to other dtypes."""
 _CHUNK = 2**17
-"""Values that a thread makes at a time: 1 MB of words, and few calls that need Python's lock."""
+"""Number of values that a thread computes at a time: 1 MB of words, and few calls that need Python's lock."""
 _GAP = 1024
-"""Words between two runs that are made in about the time that it takes to skip them."""
+"""Length of a gap, in words, that takes about as long to compute as to skip."""
 
 
 def fill_normal_(target: Tensor, std: float, key: int, shape: Sequence[int], ranges: Sequence[range]) -> Tensor:
     """Fill a slice of a whole tensor with normal values of mean zero. Local.
 
     The bits are the same on every device and for every slice: [Note: values by place]. In other dtypes they are the
-    float32 values, rounded to nearest. On CUDA a kernel writes them; for float64 and other devices threads of the host
-    make them. How far they are from a true normal: docs/explanation/initial-weights.md.
+    float32 values, rounded to nearest. On CUDA a kernel writes them; for float64 and on other devices, threads of the
+    host compute them. The page docs/explanation/initial-weights.md describes their difference from a true normal
+    distribution.
 
     Args:
-        target: this rank's slice, in any floating dtype; overwritten.
+        target: This rank's slice, in any floating dtype; overwritten.
         std: standard deviation.
-        key: 128 bits, from which all values follow.
-        shape: shape of the whole tensor.
-        ranges: indices of the slice in each dim.
+        key: 128 bits, which determine all values.
+        shape: Shape of the whole tensor.
+        ranges: Indices of the slice in each dim.
 
     Returns:
         `target`.
@@ -77,7 +78,7 @@ def _fill(part: Tensor, scale: float, key: int, runs: Runs, on_device: bool) -> 
 
 
 def _fill_on_host(target: Tensor, scale: float, key: int, runs: Runs) -> None:
-    """Fill a contiguous tensor of the host, in threads that share nothing."""
+    """Fill a contiguous tensor of the host, in threads that share no data."""
     is_bfloat16 = target.dtype == torch.bfloat16
     rows = (target.view(torch.int16) if is_bfloat16 else target).view(runs.num_runs, runs.length).numpy()
     width = runs.stride if runs.stride - runs.length <= _GAP else runs.length
@@ -100,14 +101,14 @@ def _fill_on_host(target: Tensor, scale: float, key: int, runs: Runs) -> None:
 
 
 def num_threads() -> int:
-    """Return the cores for this process: those it may use, unless its node's ranks have fewer each."""
+    """Return the number of cores for this process: those it may use, at most its share of its node's."""
     cores = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return max(1, min(allowed, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def words_of(key: int, runs: Runs) -> NDArray[np.uint64]:
-    """Make the random words at these places, shape `[num_runs, length]`. Python's lock is free meanwhile."""
+    """Compute the random words at these places, shape `[num_runs, length]`. Python's lock is released meanwhile."""
     generator = np.random.Philox(key=key, counter=runs.first // 4)
     if runs.num_runs == 1 or runs.stride - runs.length <= _GAP:
         skipped = runs.first % 4
@@ -124,7 +125,7 @@ def words_of(key: int, runs: Runs) -> NDArray[np.uint64]:
 
 
 def _values(words: NDArray[np.uint64], scale: float) -> NDArray[np.float32]:
-    """Turn words, whose lower halves come first in memory, into float32 values."""
+    """Convert words, whose lower halves come first in memory, to float32 values."""
     pieces = words.view(np.uint16)
     total = np.bitwise_count(words.view(np.uint32)[:, 1::2]).astype(np.int32)
     total <<= 16

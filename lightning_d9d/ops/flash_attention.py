@@ -1,4 +1,4 @@
-"""Packages of flash attention (https://arxiv.org/abs/2307.08691), versions 2 to 4, each called in its own way."""
+"""Packages of flash attention (https://arxiv.org/abs/2307.08691), versions 2 to 4, each with its own way of calling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MODULES = (_VERSION_4, "flash_attn_interface", "flash_attn.flash_attn_interface
 _BLOCK_HEAD_DIMS = (64, 128)
 """Widths of heads for which the kernels of version 4 have been run and compared."""
 _LEAST_KEYS = 2048
-"""With fewer the forward is slower than cuDNN's, and the host takes twice as long for a call."""
+"""With fewer keys the forward is slower than cuDNN's, and a call takes the host twice as long."""
 
 
 def flash_attention_package() -> ModuleType | None:
@@ -38,9 +38,10 @@ def flash_attention_package() -> ModuleType | None:
 
 @cache
 def _keep_compiled() -> None:
-    """Have version 4 keep on disk what it compiles, once a machine, where its own variables say nothing else.
+    """Make version 4 keep its compiled kernels on disk, once for each machine, unless its own variables are set.
 
-    It reads them when it is imported. Its own folder is a temporary one, which others could fill.
+    Version 4 reads the variables when it is imported. Its default folder is a temporary one, which other users could
+    fill.
     """
     if find_spec(_PACKAGE) is None:
         return
@@ -55,15 +56,15 @@ def _keep_compiled() -> None:
 
 @cache
 def _is_version_4(package: ModuleType) -> bool:
-    """Return False for the draft in wheels of flash-attn 2.8, which has the same name but other arguments."""
+    """Return False for the draft in wheels of flash-attn 2.8, which has the same name but different arguments."""
     return "return_lse" in signature(package.flash_attn_func).parameters
 
 
 def runs_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if version 4 is installed and its kernels for blocks take such tensors.
+    """Return whether version 4 is installed and its kernels for blocks support such tensors.
 
-    Only Hopper counts, where these kernels were compared. They are not used where `torch.nn.attention.sdpa_kernel`
-    narrows down torch's own kernels.
+    Only Hopper counts, because these kernels were compared there. They are not used if `torch.nn.attention.sdpa_kernel`
+    restricts torch's own kernels.
     """
     is_fit = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
     is_plain = not any(isinstance(tensor, DTensor) for tensor in (q, k, v))
@@ -80,7 +81,7 @@ def _has_block_kernels(device: torch.device) -> bool:
 
 
 def is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if `runs_blocks`, and there are so many keys that it is faster than cuDNN and the Triton kernels."""
+    """Return whether `runs_blocks` holds, and there are enough keys to be faster than cuDNN and the Triton kernels."""
     return is_at_least(k.shape[2], _LEAST_KEYS) and runs_blocks(q, k, v)
 
 
@@ -100,9 +101,9 @@ def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) 
 def block_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `attention_block_backward` on version 4. Sums are atomic, but for `torch.use_deterministic_algorithms`.
+    """Run `attention_block_backward` on version 4. Sums are atomic, except under `torch.use_deterministic_algorithms`.
 
-    The package's own derivative belongs to its own forward; the function beneath is the one that torch calls, too.
+    The package's own derivative belongs to its own forward, so this calls the function below it, as torch does.
     """
     package = flash_attention_package()
     assert package is not None
@@ -121,7 +122,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, w
     """Run causal attention on the installed package, with arguments and result of `lightning_d9d.ops.attention`.
 
     Its backward adds with atomics in some versions, so two runs may differ in their last bits. With documents the host
-    waits for the device, since the package has to know how many there are.
+    waits for the device, because the package needs their number.
 
     Raises:
         ConfigError: A document is not in one piece.
@@ -143,7 +144,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, w
 
 
 def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the output alone: some versions return logarithms as well."""
+    """Return only the output: some versions return logarithms as well."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -155,8 +156,8 @@ def _borders(documents: Tensor) -> tuple[Tensor, int]:
     runs = torch.stack([starts // documents.shape[1], documents.flatten()[starts].long()], dim=1)
     if len(runs.unique(dim=0)) < len(runs):
         raise ConfigError(
-            "documents have an id that comes again after another one; kernel='flash-attn' takes documents in one "
-            "piece: give each piece an id of its own, or take kernel='auto'"
+            "documents use an id again after another id, but kernel='flash-attn' needs each document in one piece. "
+            "Give each piece an id of its own, or set kernel='auto'"
         )
     borders = torch.cat([starts, starts.new_tensor([documents.numel()])]).int()
     return borders, int(borders.diff().max())

@@ -23,18 +23,18 @@ GroupedGemmBackend = Literal["auto", "torch", "quack", "nv", "eager"]
 _TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUACK_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_QUACK_OPERATIONS = 10**11
-"""Least size from which "auto" uses quack: the device then works longer than the host takes to call it."""
+"""Smallest size for which "auto" uses quack: the device then works longer than the host takes to call it."""
 _chosen: GroupedGemmBackend = "auto"
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: GroupedGemmBackend | None = None) -> Tensor:
     """Multiply each group of rows with its own matrix: row r of group g becomes `weight[g] @ x[r]`.
 
-    One operator, `torch.ops.lightning_d9d.grouped_gemm`, differentiable in `x` and `weight` any number of times. Its
-    backward is the same product with transposed matrices and, for the weight,
+    It is one operator, `torch.ops.lightning_d9d.grouped_gemm`, differentiable in `x` and `weight` any number of times.
+    Its backward is the same product with transposed matrices and, for the weight,
     `torch.ops.lightning_d9d.grouped_gemm_weight_gradient`. It keeps `x` only for the gradient of `weight`, and `weight`
-    only for that of `x`. Sums are in float32, in float64 for that; results are rounded once. A group without rows gives
-    its matrix a zero gradient. Under autocast both factors are cast as `torch.nn.functional.linear` would. Inside
+    only for that of `x`. Sums are in float32, or in float64 for float64; results are rounded once. A group without rows
+    gives its matrix a zero gradient. Under autocast both factors are cast as `torch.nn.functional.linear` would. Inside
     `defer`, and with a leaf as `weight`, the gradient of `weight` is deferred; see
     `lightning_d9d.ops.weight_gradients`.
 
@@ -42,12 +42,12 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
     in the gradient of `x` are arbitrary.
 
     Args:
-        x: rows sorted by group, shape `[rows, in]`.
-        weight: one matrix a group, shape `[groups, out, in]`, in the dtype of `x`. Or a DTensor that is sharded along
-            its first dim. Then the groups are those that this rank holds. Its gradient is a DTensor with the same
+        x: Rows sorted by group, shape `[rows, in]`.
+        weight: One matrix for each group, shape `[groups, out, in]`, in the dtype of `x`. Or a DTensor that is sharded
+            along its first dim. Then the groups are those that this rank holds. Its gradient is a DTensor with the same
             placements, with contributions of this rank's rows only.
-        offsets: int32 on the device of `x`, shape `[groups]`: the row after the last one of each group, not decreasing.
-        backend: the backend; None: that of `using_grouped_gemm`, or "auto".
+        offsets: One past the last row of each group, int32 on the device of `x`, shape `[groups]`, not decreasing.
+        backend: The backend; None uses that of `using_grouped_gemm`, or "auto".
 
             - "auto": "torch" if it takes these tensors, else "eager"; but "quack" on Hopper, where it is installed, for
               products of 10**11 operations or more that both take.
@@ -64,7 +64,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
         Shape `[rows, out]`, in the dtype of `x`.
 
     Raises:
-        ConfigError: Shapes or dtypes do not fit one another, the backend does not take them, or it is not installed.
+        ConfigError: Shapes or dtypes do not match, the backend does not support them, or it is not installed.
     """
     gradients, leaf, weight = receiver(x, weight), weight, local_shard(weight, x)
     x = x.to(autocast_dtype(x))
@@ -79,7 +79,7 @@ def using_grouped_gemm(backend: GroupedGemmBackend) -> Generator[None]:
     """Set the default backend of `grouped_gemm` in this process, within a block.
 
     A backward uses the backend of its forward. `ParallelConfig.grouped_gemm` sets it for a run. Compiled blocks and
-    CUDA graphs follow.
+    CUDA graphs follow the choice.
 
     Raises:
         ConfigError: The backend is unknown or not installed.
@@ -167,7 +167,7 @@ def _unknown(backend: object) -> str:
 class _Deferred(torch.autograd.Function):
     """The operator with a detached weight; `gradients` takes the gradient of the leaf behind it.
 
-    It saves the same tensors as the operator, in the same order: a recomputation runs the operator instead.
+    It saves the same tensors as the operator, in the same order, because a recomputation runs the operator instead.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ def _multiply_columns(dy: Tensor, x: Tensor, offsets: Tensor, backend: str) -> T
 
 
 def _has_regular_rows(tensor: Tensor) -> bool:
-    """Return True if rows are regular for `grouped_mm`: each is contiguous, and begins at a multiple of 16 bytes."""
+    """Return whether rows are regular for `grouped_mm`: each is contiguous, and begins at a multiple of 16 bytes."""
     *outer, last = tensor.stride()
     aligned = all(number * tensor.element_size() % 16 == 0 for number in outer) and tensor.data_ptr() % 16 == 0
     return aligned and last == 1 and outer[-1] >= tensor.shape[-1]

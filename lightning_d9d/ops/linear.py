@@ -28,16 +28,15 @@ def linear(
     autocast.
 
     Args:
-        x: shape `[..., in]`.
-        weight: shape `[out, in]`. It may be a DTensor. A replicated one takes a plain `x` too. Its gradient is a
-            DTensor with the same placements, to which this rank's rows alone have contributed.
+        x: Shape `[..., in]`.
+        weight: Shape `[out, in]`. It may be a DTensor. A replicated DTensor also takes a plain `x`. Its gradient is a
+            DTensor with the same placements, to which only this rank's rows have contributed.
         bias: shape `[out]`.
-        dtype: compute the product in this dtype, also under autocast, and keep `x` and `weight` for the backward as
-            they are. Then `x` has two dims or more. Nothing is cast for float32 without `bias`, where both are bfloat16
-            on CUDA. Products of such numbers are exact in float32, and added up in it. In the backward
-            [Note: two halves].
-        own_part: a plain `x` is multiplied with the part that this rank holds of a sharded DTensor, and the result
-            is this rank's own. Otherwise torch refuses such a weight.
+        dtype: Dtype of the product, also under autocast; `x` and `weight` are then kept for the backward unchanged.
+            Then `x` has two dims or more. For float32 without `bias`, bfloat16 arguments on CUDA are not cast. Products
+            of such numbers are exact in float32, and are summed in float32. The backward follows [Note: two halves].
+        own_part: Whether a plain `x` is multiplied with the part of a sharded DTensor that this rank holds; the result
+            is then this rank's own. Otherwise torch refuses such a weight.
 
     Returns:
         Shape `[..., out]`.
@@ -73,13 +72,13 @@ def _no_autocast(device_type: str) -> AbstractContextManager:
 
 
 def split_linears(module: nn.Module) -> Callable[[], None]:
-    """Makes every `torch.nn.Linear` in `module` call `linear`, so that its weight gradient can be deferred.
+    """Make every `torch.nn.Linear` in `module` call `linear`, so that its weight gradient can be deferred.
 
-    Sets an attribute `forward` on each of them, except on those whose class or owner has replaced `forward`. Copies and
-    pickles of `module` keep it; outside `defer` it changes nothing.
+    It sets an attribute `forward` on each of them, except on those whose class or owner has replaced `forward`. Copies
+    and pickles of `module` keep it; outside of `defer` it changes nothing.
 
     Returns:
-        A function that takes the attributes away again.
+        A function that removes the attributes.
     """
     split = [
         part
@@ -101,7 +100,7 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` and its gradients; `later` names the leaves behind detached weights, and who takes their gradients."""
+    """`F.linear` and its gradients; `later` names leaves behind detached weights, and what gets their gradients."""
 
     @staticmethod
     def forward(
@@ -162,7 +161,7 @@ def _wide_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _widens(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
-    """Return True if tensor cores give the product in float32, for which DTensors have no rule."""
+    """Return whether tensor cores compute the product in float32, for which DTensors have no rule."""
     is_plain = not isinstance(x, DTensor) and not isinstance(weight, DTensor)
     return is_plain and x.is_cuda and dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16
 
@@ -170,11 +169,11 @@ def _widens(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
 def _halves(wide: Tensor) -> Tensor:
     """Return a float32 gradient as the sum of two in bfloat16.
 
-    [Note: two halves] The second is what rounding cut off of the first, so together they have 16 bits of it. A product
-    with both is one with twice as many columns. What is infinite, or rounded to that, becomes NaN.
+    [Note: two halves] The second is the remainder after rounding to the first, so together they have 16 bits. A product
+    with both is one product with twice as many columns. Numbers that are infinite, or rounded to infinity, become NaN.
 
     Args:
-        wide: shape `[rows, columns]`.
+        wide: Shape `[rows, columns]`.
 
     Returns:
         Shape `[rows, 2, columns]`.

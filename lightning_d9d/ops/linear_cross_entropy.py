@@ -1,26 +1,26 @@
-"""Cross-entropy of hidden states times a vocabulary's matrix, some tokens at a time, so that all logits never exist.
+"""Cross-entropy of hidden states times a vocabulary's matrix, some tokens at a time: all logits never exist at once.
 
-[Note: gradients of chunks] The forward walks over chunks of tokens. The logits of a chunk are a product of cuBLAS into
-one buffer, which the next chunk reuses. A kernel takes the losses from there. If only the sum of the losses is asked
-for, the derivative of each loss is known up to a factor. Then the kernel overwrites the logits with their gradient in
-the same pass. Two more products add the chunk to the gradients of `x` and `weight`. The backward only has to scale
-these, and touches no memory where the factor is 1. So nothing is computed twice. With one loss a token the backward
-computes the logits of each chunk again. It does so in float16 too, where gradients without the factor (a loss scale)
-underflow.
+[Note: gradients of chunks] The forward iterates over chunks of tokens. The logits of a chunk are a product of cuBLAS
+into one buffer, which the next chunk reuses. A kernel computes the losses from this buffer. If only the sum of the
+losses is requested, the derivative of each loss is known except for a factor. Then the kernel overwrites the logits
+with their gradient in the same pass. Two more products add the chunk to the gradients of `x` and `weight`. The backward
+only has to scale these gradients, and touches no memory if the factor is 1. So nothing is computed twice. With one loss
+a token the backward computes the logits of each chunk again. In float16 it does so, too, because gradients without the
+factor (a loss scale) underflow.
 
-*The weight's gradient* is the sum of the products of all chunks. In float32 it is added up in place. A narrower weight
-has a gradient as narrow; each product adds to it in float32 and rounds the sum. After n chunks of equal size these
-roundings have the error of sqrt((n + 1) / 2) roundings of the result. Roundings of logits and of their gradients come
-on top, in torch as well. For n = 8 that is 1.7 times torch's error (measured; 2.1 if the others were nothing). More
-chunks add up in float32 first, in a buffer of its own.
+*The weight's gradient* is the sum of the products of all chunks. In float32 it is summed in place. The gradient of a
+narrower weight has the weight's dtype; each product adds to it in float32 and rounds the sum. After n chunks of equal
+size these roundings have the error of sqrt((n + 1) / 2) roundings of the result. Roundings of logits and of their
+gradients are added, as in torch. For n = 8 the error is 1.7 times torch's (measured; 2.1 if the other roundings were
+zero). More chunks are first summed in float32, in a separate buffer.
 
-*Chunks* have a multiple of 2048 tokens where there is room. At hidden size 2048 the gradient of `x` then has 128 tiles
-of 128 x 256, or a multiple. An H100 or H200 computes 128 of them at a time on its 132 multiprocessors.
+*Chunks* have a multiple of 2048 tokens if there is room. At hidden size 2048 the gradient of `x` then has 128 tiles of
+128 x 256, or a multiple. An H100 or H200 computes 128 of them at a time on its 132 multiprocessors.
 
-*Inside `defer`* the product for the weight's gradient waits for the weight backward. If all logits are one chunk, their
-gradient is kept for it, so at most `chunk_bytes` a microbatch. Otherwise only the op's arguments and a number a token
-are kept. The weight backward then computes the logits again: four products in place of three. The gradient of `bias`
-does not wait.
+*Inside `defer`* the product for the weight's gradient is deferred to the weight backward. If all logits are one chunk,
+their gradient is kept for it, which takes at most `chunk_bytes` a microbatch. Otherwise only the op's arguments and one
+number for each token are kept. The weight backward then computes the logits again: four products instead of three. The
+gradient of `bias` is not deferred.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LossOptions(NamedTuple):
 
 
 class VocabShard(NamedTuple):
-    """Rows of a vocabulary's matrix that this rank holds, where each row lies on one rank of a group."""
+    """The rows of a vocabulary's matrix that this rank holds, if each row is on one rank of a group."""
 
     group_name: str
     """`group_name` of a process group of torch."""
@@ -133,47 +133,47 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the cross-entropy of `x @ weight.T + bias` with `labels`, in the memory of some tokens' logits.
 
-    With logits `z`, or `soft_cap * tanh(z / soft_cap)` in their place, `lse = log(sum(exp(z)))` and
-    `s = label_smoothing`, the loss of a token is
-    `lse - (1 - s) * z[label] - s * mean(z) + z_loss * lse**2`, and 0 if its label is `ignore_index`. These are the
-    `options`.
+    The logits are `z`, or `soft_cap * tanh(z / soft_cap)`. With `lse = log(sum(exp(z)))` and `s = label_smoothing`, the
+    loss of a token is `lse - (1 - s) * z[label] - s * mean(z) + z_loss * lse**2`, and 0 if its label is `ignore_index`.
+    `options` has these settings.
 
-    Products are in the dtype of `x`, or that of autocast. Logits and their gradients are rounded to it, and all between
-    is in float32 (float64 for float64). [Note: gradients of chunks] says when gradients are made, in how many products,
-    and in what dtype the weight's adds up. Only gradients that are asked for are made. Inside `defer`, and with a leaf
-    as `weight`, the gradient of `weight` is deferred. Cannot be differentiated twice. The host waits for nothing.
+    Products are in the dtype of `x`, or that of autocast. Logits and their gradients are rounded to it, and all
+    computation between is in float32 (float64 for float64). [Note: gradients of chunks] describes when gradients are
+    computed, in how many products, and in which dtype the weight's is summed. Only requested gradients are computed.
+    Inside `defer`, and with a leaf as `weight`, the gradient of `weight` is deferred. The op cannot be differentiated
+    twice. The host does not wait.
 
-    With `shard` the vocabulary lies on several ranks, each with some rows of the matrix. The call is then collective,
-    with one message a chunk in the forward, of two numbers a token (three with `label_smoothing`). All ranks get the
-    same loss, bit for bit, and it is one loss, not a summand. The backward has no messages: the gradient of `x` is what
-    this rank's rows add to it, and the caller sums.
+    With `shard` the vocabulary is spread over several ranks, each with some rows of the matrix. The call is then
+    collective, with one message for each chunk in the forward: two numbers a token (three with `label_smoothing`). All
+    ranks get the same loss, bit for bit; it is one loss, not a summand. The backward has no messages: the gradient of
+    `x` is the contribution of this rank's rows, which the caller must sum.
 
-    Operators: `torch.ops.lightning_d9d.linear_cross_entropy` and `.linear_cross_entropy_backward`.
+    Operators: The operators are `torch.ops.lightning_d9d.linear_cross_entropy` and `.linear_cross_entropy_backward`.
 
     Args:
-        x: hidden states, shape `[..., hidden]`.
-        weight: shape `[vocab, hidden]`, in the dtype of `x` (any under autocast). It may be a DTensor: one that is
-            replicated, or with `shard` the part that this rank holds. Its gradient is a DTensor placed alike, to
-            which this rank alone has contributed.
-        labels: row of the (whole) matrix that each token should have, int64 `[...]`.
-        bias: shape `[vocab]`, placed as `weight` is.
-        options: soft cap, z-loss, label smoothing and the label without a loss.
-        reduction: "none" for one loss a token; "sum" for their sum.
-        return_lse: also return `lse`, of ignored tokens as well. With "none" gradients flow through it, too.
-        chunk_bytes: how many bytes the logits of a chunk may take; it has one token at least. With torch's kernels
-            these are counted in float32, and there are copies. None takes 1 GiB, or as much as makes eight chunks. The
-            latter holds where it takes no more memory than the gradient of `weight` in float32, in which more chunks
-            would be added up.
-        shard: which rows of the whole matrix this rank holds; None for all.
+        x: Hidden states, shape `[..., hidden]`.
+        weight: Shape `[vocab, hidden]`, in the dtype of `x` (any under autocast). It may be a DTensor: a replicated
+            one, or with `shard` the part that this rank holds. Its gradient is a DTensor with the same placements, to
+            which only this rank has contributed.
+        labels: Row of the (whole) matrix that each token should predict, int64 `[...]`.
+        bias: Shape `[vocab]`, with the placements of `weight`.
+        options: Soft cap, z-loss, label smoothing and the ignored label.
+        reduction: "none" for one loss for each token; "sum" for their sum.
+        return_lse: Whether to return `lse`, too, also for ignored tokens. With "none" gradients flow through it, too.
+        chunk_bytes: Bytes that the logits of a chunk may take; a chunk has at least one token. With torch's kernels
+            these are counted in float32, and there are copies. None takes 1 GiB, or as much as eight chunks need. The
+            second applies if it takes no more memory than a float32 gradient of `weight`, in which more chunks would be
+            summed.
+        shard: The rows of the whole matrix that this rank holds; None for all.
 
     Returns:
-        Float32 (or float64): the loss, in the shape of `labels` or a scalar; with `return_lse` also that, in the shape
-        of `labels`.
+        Float32 (or float64): The loss, in the shape of `labels` or a scalar; with `return_lse` also `lse`, in the shape
+            of `labels`.
 
     Raises:
         ConfigError: Shapes, dtypes or options do not fit, `x` is a DTensor, or `weight` is sharded without `shard`.
-        IndexError: A label is outside of the vocabulary, and not `ignore_index`: on the CPU. On CUDA it fails in a
-            kernel, as it does in torch.
+        IndexError: On the CPU: a label is outside of the vocabulary, and not `ignore_index`. On CUDA it fails in a
+            kernel, as in torch.
     """
     _check(x, weight, labels, bias, options, reduction, chunk_bytes, shard)
     gradients, leaf = receiver(x, weight), weight
@@ -256,12 +256,12 @@ def _check(
             f"[vocab, hidden] and [...]"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ConfigError(f"bias {list(bias.shape)} must be [{len(weight)}], as weight has {len(weight)} rows")
+        raise ConfigError(f"bias {list(bias.shape)} must be [{len(weight)}], because weight has {len(weight)} rows")
     for name, each in (("weight", weight), ("bias", bias)):
         if each is not None and autocast_dtype(each) != autocast_dtype(x):
-            raise ConfigError(f"{name} is {each.dtype} and x is {x.dtype}; cast one of them, or use autocast")
+            raise ConfigError(f"{name} is {each.dtype}, but x is {x.dtype}; cast one of them, or use autocast")
     if isinstance(x, DTensor):
-        raise ConfigError("x is a DTensor; give this rank's tensor, x.to_local()")
+        raise ConfigError("x is a DTensor; pass this rank's tensor, x.to_local()")
     if shard is None and is_sharded(weight):
         raise ConfigError("weight is a sharded DTensor; name the group of its ranks (shard), or gather it")
     if reduction not in ("none", "sum"):
@@ -275,9 +275,9 @@ def _check(
 
 
 class _Losses(torch.autograd.Function):
-    """Losses and log-sum-exps of tokens; `later` names the leaf behind a detached weight, and who takes its gradient.
+    """Losses and log-sum-exps of tokens; `later` names the leaf of a detached weight, and the receiver of its gradient.
 
-    Not `torch.library.register_autograd`, as the gradient of the leaf is not one of the op's.
+    This is not `torch.library.register_autograd`, because the gradient of the leaf is not one of the op's.
     """
 
     @staticmethod
@@ -315,9 +315,10 @@ class _Losses(torch.autograd.Function):
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """The sum of the losses, with gradients made in the forward; and log-sum-exps, without a gradient.
+    """The sum of the losses, with gradients computed in the forward; and log-sum-exps, without a gradient.
 
-    If the weight's gradient waits, it is not made there; `later` names who takes it, and is None in a recomputation.
+    If the weight's gradient is deferred, it is not computed there; `later` names its receiver, and is None in a
+    recomputation.
     """
 
     @staticmethod
@@ -377,7 +378,7 @@ def _keeps_graph() -> bool:
 
 
 def _scaled(gradient: Tensor, factor: Tensor, options: ChunkOptions) -> Tensor:
-    """Return the product; in place where it is not needed again."""
+    """Return the product; computed in place if the input is not needed again."""
     if torch.compiler.is_compiling() or not options.triton or _keeps_graph():
         return gradient * factor
     from lightning_d9d.ops.kernels import linear_cross_entropy as kernels

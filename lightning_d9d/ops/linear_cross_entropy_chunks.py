@@ -1,4 +1,7 @@
-"""Operators of `linear_cross_entropy`, which walk over chunks of tokens. [Note: gradients of chunks] says how."""
+"""Operators of `linear_cross_entropy`, which iterate over chunks of tokens.
+
+[Note: gradients of chunks] describes them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from lightning_d9d.ops.vocab_parallel import check_labels, own_columns
 _CHUNK_BYTES = 2**30
 _MOST_ROUNDINGS = 8
 _TOKENS_OF_CHUNKS = (2048, 128)
-"""Chunks are a multiple of the first of these for which there is room. [Note: gradients of chunks]"""
+"""Sizes of chunks: a chunk is a multiple of the first of these for which there is room. [Note: gradients of chunks]"""
 
 
 class ChunkOptions(NamedTuple):
@@ -45,7 +48,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return losses, log-sum-exps, and the gradients of the losses' sum with respect to `x`, `weight`, `bias`, logits.
 
-    The last four arguments say which gradients are computed; others are empty. Those of logits need a single chunk.
+    The last four arguments select the gradients to compute; the others are empty. Gradients of logits need one chunk.
     """
     options, wanted = ChunkOptions(*arguments[:-4]), arguments[-4:]
     is_counted = labels != options.ignore_index
@@ -121,7 +124,7 @@ def _new_backward(
 
 
 def rows_at_once(x: Tensor, options: ChunkOptions) -> int:
-    """Return the tokens of a chunk; all ranks have the same number, as if they had equally many columns."""
+    """Return the number of tokens in a chunk; all ranks get the same, as if they had equally many columns."""
     columns = ceil_div(options.vocab_size, group_size(options.group_name) if options.group_name else 1)
     itemsize = x.element_size() if options.triton else max(4, x.element_size())
     room = (options.chunk_bytes or _CHUNK_BYTES) // max(1, _padded(columns) * itemsize)
@@ -309,6 +312,6 @@ backward_op = define(
     [torch.ops.lightning_d9d.linear_cross_entropy, torch.ops.lightning_d9d.linear_cross_entropy_backward]
 )
 def _flops(x_shape: torch.Size, weight_shape: torch.Size, *arguments: Any, **kwargs: Any) -> int:
-    """Count the products of the logits, and of the gradients of `x` and `weight` if they are made."""
+    """Count the products of the logits, and of the gradients of `x` and `weight` if these are computed."""
     makes_dx, makes_dw = arguments[-4:-2]
     return 2 * x_shape[0] * weight_shape[0] * weight_shape[1] * (1 + makes_dx + makes_dw)

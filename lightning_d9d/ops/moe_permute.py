@@ -12,21 +12,21 @@ from lightning_d9d.ops.operator import define
 class Permutation(NamedTuple):
     """The places of tokens' copies among rows that are grouped by expert; all on the device.
 
-    There may be fewer rows than `places` has elements: a place of `num_rows` or more does not have a copy. So the last
-    groups can be left out.
+    There may be fewer rows than `places` has elements: a place of `num_rows` or more has no copy. So the last groups
+    can be left out.
     """
 
     places: Tensor
     """The rows of each token's copies, int32 `[tokens, top_k]`."""
 
     counts: Tensor
-    """How many copies each expert has, int32 `[experts]`."""
+    """Number of copies of each expert, int32 `[experts]`."""
 
     offsets: Tensor
-    """The row after the last one of each expert, padding included, int32 `[experts]`."""
+    """One past the last row of each expert, padding included, int32 `[experts]`."""
 
     num_rows: int
-    """The number of rows, padding included. The host knows it from shapes alone."""
+    """The number of rows, padding included. The host knows it from the shapes."""
 
     def copy(self, x: Tensor) -> Tensor:
         """Copy `[tokens, ...]` to `[rows, ...]`; padding is zero. Its backward is `sum`."""
@@ -42,40 +42,41 @@ class Permutation(NamedTuple):
     def sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum `[rows, ...]` to `[tokens, ...]`, optionally times weights `[tokens, top_k]`. Its backward is `copy`.
 
-        The copies of a token are added in float32, in the order of its experts.
+        The copies of a token are summed in float32, in the order of its experts.
         """
         places, padding = self.places, self._padding
         return _sum_op(rows, places, weights, *padding, runs_triton(rows))
 
     def sources(self) -> Tensor:
-        """Return the token of each row, int32 `[rows]`, where nothing is padded and no group left out."""
+        """Return the token of each row, int32 `[rows]`, if there is neither padding nor a group left out."""
         assert self.num_rows == self.places.numel(), "padding has no token, and what is left out has no row"
         return (_sources_op if runs_triton(self.places) else _sources_reference)(self.places)
 
     @property
     def _padding(self) -> tuple[Tensor | None, Tensor | None]:
-        """Counts and offsets to tell rows of padding from others; without padding the backward keeps nothing."""
+        """Return counts and offsets that identify rows of padding; without padding the backward keeps nothing."""
         return (self.counts, self.offsets) if self.num_rows > self.places.numel() else (None, None)
 
 
 def moe_permute(
     x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, *, multiple: int = 1
 ) -> tuple[Tensor, Tensor | None, Permutation]:
-    """Copies tokens to the rows of their experts.
+    """Copy tokens to the rows of their experts.
 
-    Rows are grouped by expert and, within an expert, in the order of tokens. Nothing waits for the host and no result
-    depends on the order in which programs run. Differentiable in `x`, whose gradient is the sum of its copies'
+    Rows are grouped by expert and, within an expert, in the order of tokens. The host does not wait, and no result
+    depends on the order in which programs run. It is differentiable in `x`, whose gradient is the sum over its copies
     (`moe_unpermute`), and in `weights`.
 
-    With a `multiple` the rows of each expert are padded to one: to what a grouped product may ask for. Since the host
-    does not know how many rows an expert has, there are as many as there can be, `tokens * top_k + min(experts, tokens
+    With a `multiple` the rows of each expert are padded to a multiple of it, as a grouped product may require. Since
+    the host does not know how many rows an expert has, there are as many as there can be, `tokens * top_k +
+    min(experts, tokens
     * top_k) * (multiple - 1)`, down to a multiple; those after the last expert's are padding, too. Padding is zero, and
-    what arrives there as a gradient is not read.
+      its gradient is not read.
 
     Args:
         x: Shape `[tokens, hidden]`.
         indices: The experts of each token, int32 or int64 `[tokens, top_k]`, all of them below `num_experts`.
-        weights: One for each copy, shape `[tokens, top_k]`, if they are needed in the order of rows.
+        weights: One weight for each copy, shape `[tokens, top_k]`, if they are needed in the order of rows.
         num_experts: Number of all experts.
         multiple: Each expert's rows are padded to a multiple of this number.
 
@@ -87,16 +88,17 @@ def moe_permute(
 
 
 def moe_unpermute(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
-    """Sums the copies of each token: row `places[t, k]`, perhaps times `weights[t, k]`, over k.
+    """Sum the copies of each token: row `places[t, k]`, optionally times `weights[t, k]`, over k.
 
-    Sums are in float32, in the order of k, rounded once to the dtype of `rows`. Differentiable in `rows` and in
-    `weights`. The gradient of a weight is the product of its row with the gradient of its token; only with weights are
-    rows kept for that.
+    Sums are in float32, in the order of k, rounded once to the dtype of `rows`. It is differentiable in `rows` and in
+    `weights`. The gradient of a weight is the product of its row with the gradient of its token; rows are kept for that
+    only with weights.
 
     Args:
-        rows: One for each of `moe_permute`, shape `[rows, hidden]`. Padding is not read, and its gradient is zero.
-        permutation: The permutation that `moe_permute` has returned.
-        weights: Shape `[tokens, top_k]`; None: ones.
+        rows: Results for the rows of `moe_permute`, shape `[rows, hidden]`. Padding is not read, and its gradient is
+            zero.
+        permutation: The permutation that `moe_permute` returned.
+        weights: Shape `[tokens, top_k]`; None means ones.
 
     Returns:
         Shape `[tokens, hidden]`.
@@ -114,12 +116,12 @@ def sort_by_expert(indices: Tensor, num_experts: int, multiple: int = 1) -> Perm
 
 
 def copy_tokens(x: Tensor, places: Tensor) -> Tensor:
-    """Return rows of tokens' copies, as `Permutation.copy` without padding on kernels, without derivatives."""
+    """Return rows of tokens' copies, like `Permutation.copy` without padding, with kernels and without derivatives."""
     return _copy(x, places, None, None, None, places.numel(), True)
 
 
 def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
-    """Return the sums of tokens' rows, as `Permutation.sum` without padding on kernels, without derivatives."""
+    """Return the sums of tokens' rows, like `Permutation.sum` without padding, with kernels and without derivatives."""
     return _sum(rows, places, None, None, None, True)
 
 
@@ -175,9 +177,9 @@ def _copied(x: Tensor, places: Tensor, weights: Tensor | None, num_rows: int) ->
 
 
 def gathered(rows: Tensor, places: Tensor, num_rows: int | None = None) -> Tensor:
-    """Return rows by place `[tokens, top_k, ...]`; zero where there is none.
+    """Return rows by place `[tokens, top_k, ...]`; zero if there is none.
 
-    With `num_rows` places from there on have none; by default those that are past the rows, if places are more.
+    Places from `num_rows` on have no row; by default those beyond the last row, if there are more places.
     """
     if num_rows is not None or len(rows) < places.numel():
         most = len(rows) if num_rows is None else num_rows
@@ -186,7 +188,7 @@ def gathered(rows: Tensor, places: Tensor, num_rows: int | None = None) -> Tenso
 
 
 def summed(rows: Tensor, places: Tensor, weights: Tensor | None, num_rows: int | None = None) -> Tensor:
-    """Return the sums of tokens' rows, perhaps times weights; `num_rows` as in `gathered`."""
+    """Return the sums of tokens' rows, optionally times weights; `num_rows` as in `gathered`."""
     copies = gathered(rows, places, num_rows)
     if weights is not None:
         return _weighted(copies, weights).sum(1).to(rows.dtype)

@@ -23,7 +23,7 @@ class Routes(NamedTuple):
     """Factors of these experts' results, float32 `[tokens, top_k]`; float64 for logits in float64."""
 
     counts: Tensor
-    """How many tokens visit each expert, int64 `[experts]`, on the device."""
+    """Number of tokens that visit each expert, int64 `[experts]`, on the device."""
 
     scores: Tensor | None
     """Scores of all experts, `[tokens, experts]` in the dtype of `weights`, if they were requested."""
@@ -41,17 +41,17 @@ def moe_route(
 ) -> Routes:
     """Choose the `top_k` best experts of each token, weigh them and count the tokens of each expert.
 
-    With logits l of a token, the scores of experts e are
+    The scores of experts e follow from the logits l of a token:
 
     - softmax: `s[e] = exp(l[e]) / sum(exp(l))`,
     - sigmoid: `s[e] = 1 / (1 + exp(-l[e]))`,
 
-    the experts i are those with the largest `s + bias`, and the weights are `s[i]`. Normalized weights are `s[i] /
-    sum(s[i])`, computed as a softmax of `log(s[i])`, so scores too small for the dtype are harmless. Computation is in
-    float32 for logits of any dtype but float64. Without a bias, logits are compared in place of scores: they have the
-    same order, but scores may be rounded to equal ones.
+    the experts i are those with the largest `s + bias`, and the weights are `s[i]`. Normalized weights are
+    `s[i] / sum(s[i])`, computed as a softmax of `log(s[i])`, so scores too small for the dtype are harmless.
+    Computation is in float32 for logits of any dtype but float64. Without a bias, logits are compared instead of
+    scores: they have the same order, but scores may be rounded to equal ones.
 
-    Among equal experts the kernel takes those with lower indices first; torch takes any. NaN is larger than all
+    Among equal experts the kernel takes those with lower indices first; torch takes any. NaN counts as larger than all
     numbers. A token with only NaN gets valid experts, and NaN as weights. Results do not depend on the order in which
     programs run. The host does not wait.
 
@@ -64,8 +64,8 @@ def moe_route(
         scores: Kind of scores.
         bias: Added to the scores for the choice only, shape `[experts]`. It does not get a gradient.
         normalize: If True, the weights of a token sum to one.
-        chosen: Experts that are chosen already, int64 `[tokens, top_k]`.
-        with_scores: If True, return the scores of all experts too, for losses of routers.
+        chosen: Experts that are already chosen, int64 `[tokens, top_k]`.
+        with_scores: If True, return the scores of all experts, too, for losses of routers.
 
     Raises:
         ConfigError: The kind of scores is unknown, or there are fewer experts than `top_k`.

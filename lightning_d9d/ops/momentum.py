@@ -1,4 +1,4 @@
-"""The two passes over memory that Muon makes beside its products: momentum, and the step of the weights."""
+"""Muon's two passes over memory beside its products: momentum, and the step of the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def momentum_direction_(average: Tensor, gradient: Tensor, decay: float, dtype: 
     Args:
         average: Float32 or float64; overwritten.
         gradient: Shape of `average`, in any dtype that is not wider.
-        decay: From 0 to below 1.
+        decay: Decay, from 0 to below 1.
         dtype: Dtype of the direction.
 
     Returns:
@@ -36,7 +36,7 @@ def momentum_direction_(average: Tensor, gradient: Tensor, decay: float, dtype: 
 def descend_(
     weight: Tensor, direction: Tensor, keep: float | Tensor, size: float | Tensor, seed: int, offset: int = 0
 ) -> None:
-    """Set a bfloat16 weight to `keep * weight - size * direction`, rounded as `round_stochastic_` rounds. Local.
+    """Set a bfloat16 weight to `keep * weight - size * direction`, rounded like `round_stochastic_`. Local.
 
     Args:
         weight: Bfloat16; overwritten.

@@ -19,20 +19,20 @@ def norm_rope(
     interleaved: bool = False,
     zero_centered: bool = False,
 ) -> Tensor:
-    """Compute `rope(rms_norm(x, weight, eps), cos, sin)` of queries or keys: norm heads, then turn them by position.
+    """Compute `rope(rms_norm(x, weight, eps), cos, sin)` of queries or keys: norm heads, then rotate them by position.
 
-    Computed in float32 (float64 for float64). On CUDA one operator, `torch.ops.lightning_d9d.norm_rope`, reads and
-    writes memory once and rounds once, where torch rounds what is normed, too. So does its backward, which keeps the
-    arguments and computes the root mean square again; the gradient of `weight` is summed in a fixed order. Gradients
-    that nobody asks for are not computed. Tables that require a gradient are torch's.
+    All computation is float32 (float64 for float64). On CUDA one operator, `torch.ops.lightning_d9d.norm_rope`, reads
+    and writes memory once and rounds once, while torch also rounds the normed tensor. So does its backward, which keeps
+    the arguments and recomputes the root mean square; the gradient of `weight` is summed in a fixed order. Gradients
+    that are not requested are not computed. If tables require a gradient, torch's operators are used.
 
     Args:
-        x: shape `[batch, seq, heads, head_dim]`.
-        weight: shape `[head_dim]`, in any dtype.
-        eps: as in `rms_norm`.
-        cos: shape `[batch, seq, 1, pairs]`, batch may be 1; as in `rope`, without positions.
+        x: Shape `[batch, seq, heads, head_dim]`.
+        weight: Shape `[head_dim]`, in any dtype.
+        eps: As in `rms_norm`.
+        cos: Shape `[batch, seq, 1, pairs]`, batch may be 1; as in `rope`, without positions.
         sin: the same.
-        interleaved: as in `rope`.
+        interleaved: As in `rope`.
         zero_centered: as in `rms_norm`.
 
     Returns:
@@ -60,24 +60,24 @@ def norm_rope_qk(
     interleaved: bool = False,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `norm_rope` of queries and keys, in one launch where they have one dtype, and so have their weights.
+    """Compute `norm_rope` of queries and keys, in one launch if they have one dtype, and their weights have one, too.
 
-    The backward is one launch, and one that sums up gradients of weights. This holds where both results have a gradient
-    and the same is asked for of queries and of keys. Otherwise each has launches of its own.
+    The backward takes one launch, and another one that sums gradients of weights. This applies if both results have a
+    gradient and the same gradients are requested for queries and keys. Otherwise each has separate launches.
 
     Args:
-        q: shape `[batch, seq, heads, head_dim]`.
-        k: the same with its own number of heads.
-        q_weight: shape `[head_dim]`, in any dtype.
-        k_weight: the same of keys.
-        eps: as in `rms_norm`.
-        cos: as in `norm_rope`.
+        q: Shape `[batch, seq, heads, head_dim]`.
+        k: The same for keys, with their own number of heads.
+        q_weight: Shape `[head_dim]`, in any dtype.
+        k_weight: The same for keys.
+        eps: As in `rms_norm`.
+        cos: As in `norm_rope`.
         sin: the same.
-        interleaved: as in `rope`.
+        interleaved: As in `rope`.
         zero_centered: as in `rms_norm`.
 
     Returns:
-        Queries and keys, normed and turned: what `norm_rope` makes of each, bit by bit.
+        Queries and keys, normed and rotated: bitwise equal to `norm_rope` of each.
 
     Raises:
         ConfigError: Shapes do not fit.
@@ -161,7 +161,7 @@ def _new_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for gradients of queries, keys and both weights; without elements for those not asked for."""
+    """Return memory for gradients of queries, keys and both weights; without elements for those not requested."""
 
     def like(tensor: Tensor | None, is_needed: bool) -> Tensor:
         return given.q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)

@@ -1,6 +1,6 @@
 """Side effects of a forward that a recomputation must not repeat.
 
-An operator asks when it runs if it is in a recomputation, also inside of code that `torch.compile` has compiled.
+When it runs, an operator checks whether it is in a recomputation, also inside of code compiled by `torch.compile`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def add_once_(total: Tensor, values: Tensor) -> None:
 
 
 def sum_once(values: Tensor, group_name: str) -> Tensor:
-    """Return the sum over ranks; in a recomputation return `values`, since the sum is not used again there.
+    """Return the sum over ranks; in a recomputation return `values`, because the sum is not used again there.
 
     Collective over the group, except in a recomputation. Without gradient.
     """

@@ -1,16 +1,16 @@
-"""Operators of torch that are called without torch's dispatcher where nothing asks for them.
+"""Operators of torch that are called without torch's dispatcher if nothing needs it.
 
-[Note: straight calls] The dispatcher and the derivatives that `torch.library.register_autograd` makes in Python take
-several times the host's time of launching a kernel. Both are there for those who look at operators or change what they
-do: compilers, tracers, modes, transformations, profilers, subclasses of tensors and tensors without values. Where none
-of them is about, the implementation itself is called, and recorded for autograd by a `torch.autograd.Function` with the
-same backward. Results, gradients and what is kept for them are the same.
+[Note: straight calls] The dispatcher and the Python derivatives of `torch.library.register_autograd` take the host
+several times as long as launching a kernel. Both are needed by code that observes operators or changes what they do:
+compilers, tracers, modes, transformations, profilers, subclasses of tensors and tensors without values. If none of them
+is active, the implementation itself is called, and recorded for autograd by a `torch.autograd.Function` with the same
+backward. Results, gradients and the tensors kept for them are the same.
 
 [Note: kept before it is made] `torch.utils.checkpoint` ends a recomputation with the last tensor that is kept. A
 `Function` keeps tensors when its forward has run. So an operator that comes last in a block would be computed once more
-for nothing. If it keeps arguments alone, two functions can do its work: the first keeps them, and its result has a
-shape but no memory. The second computes the operator, and its backward passes the gradient on to the first. So it is
-done where what is kept is packed by somebody, as it is in a recomputed block.
+without need. If it keeps only arguments, two functions can do its work: the first keeps them, and its result has a
+shape but no memory. The second computes the operator, and its backward passes the gradient on to the first. This is
+used if saved tensors are packed, as in a recomputed block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from lightning_d9d.ops.compile_ahead import BackwardAhead, only_compiles
 
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, list, tuple})
-"""Classes of arguments that neither are tensors nor hold any."""
+"""Classes of arguments that neither are nor contain tensors."""
 _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
 """Dispatch key of `torch.autograd.grad(is_grads_batched=True)`, which `torch.func` does not see."""
 
@@ -43,24 +43,24 @@ def define(
     compiles_ahead: bool | Callable[..., bool] = False,
     keeps_first: bool = False,
 ) -> Callable[..., Any]:
-    """Registers an operator, `torch.ops.lightning_d9d.<name>`, and returns what to call in its place.
+    """Register an operator, `torch.ops.lightning_d9d.<name>`, and return a function to call in its place.
 
-    That is the operator for those who can tell, and costs less of the host's time where nobody can:
-    [Note: straight calls]. It takes arguments by position alone, all of them.
+    The function calls the operator if anything observes it, and otherwise costs less of the host's time: [Note:
+    straight calls]. It takes all arguments, by position only.
 
     Args:
-        name: name of the operator, once in a process.
-        schema: its arguments and results, `"(Tensor x, float eps) -> Tensor"`. No lists of tensors.
-        run: computes it on every device; its derivative is not looked for in there.
-        fake: gives results without values, for tensors that have none.
-        setup_context: with `backward`, keeps what it needs: `setup_context(ctx, inputs, output)`, with these names, as
-            `torch.library.register_autograd` takes it.
-        backward: gives a gradient or None for each argument, from the context and the gradients of the results. Without
-            one the operator has no derivative of its own; where one would be recorded, torch is left to say so.
-        compiles_ahead: The backward has Triton kernels, and looks at no values on the host: [Note: compiling ahead].
-            A function says it of the arguments.
-        keeps_first: The operator often comes last in what is recomputed. It has one result, and `setup_context` looks
-            at the arguments alone: [Note: kept before it is made].
+        name: Name of the operator, registered once in a process.
+        schema: Its arguments and results, `"(Tensor x, float eps) -> Tensor"`. Lists of tensors are not supported.
+        run: Function that computes it on every device; autograd does not look inside.
+        fake: Function that returns results without values, for tensors without values.
+        setup_context: Function that saves the tensors for `backward`: `setup_context(ctx, inputs, output)`, with these
+            names, as for `torch.library.register_autograd`.
+        backward: Function that returns a gradient or None for each argument, from the context and the gradients of the
+            results. Without one the operator has no derivative; torch reports this if one would be recorded.
+        compiles_ahead: Whether the backward has Triton kernels, and reads no values on the host: [Note: compiling
+            ahead]. It may be a function of the arguments.
+        keeps_first: Whether the operator often comes last in a recomputed block. It must have one result, and
+            `setup_context` must use only the arguments: [Note: kept before it is made].
     """
     qualified = f"lightning_d9d::{name}"
     # Not torch.library.custom_op, which imports the compiler at the first call.
@@ -136,7 +136,7 @@ def _recorded_first(
     setup_context: Callable[..., None] | None,
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Call `run` with a derivative whose arguments are kept before. [Note: kept before it is made]."""
+    """Call `run` with a derivative whose arguments are saved before the call. [Note: kept before it is made]."""
 
     def without_memory(*args: Any) -> Any:
         result = fake(*args)

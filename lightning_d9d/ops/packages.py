@@ -1,4 +1,4 @@
-"""Packages that ops run on where they are installed."""
+"""Packages that ops use if they are installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_d9d.log import logger
 
 @cache
 def optional_module(name: str) -> ModuleType | None:
-    """Return the module, or None where it is not installed. A warning names a module that fails to import."""
+    """Return the module, or None if it is not installed. A warning names a module that fails to import."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:

@@ -1,11 +1,11 @@
-"""Tokens to experts on other ranks and back by writing into the memory of these ranks, without the host.
+"""Sends tokens to experts on other ranks and back by writing into the memory of these ranks, without the host.
 
-[Note: sizes on the device] Every rank learns from all others how many tokens each sends to each (`share_counts`). From
-that it computes on the device at which row of another rank's memory its tokens begin. Tensors have as many rows as
-may come at most (`num_rows`), and `offsets` say on the device how many there are. What is behind them is arbitrary.
+[Note: sizes on the device] Every rank learns how many tokens each rank sends to each other rank (`share_counts`). From
+these numbers it computes on the device at which row of another rank's memory its tokens begin. Tensors have the largest
+possible number of rows (`num_rows`), and `offsets` say on the device how many are used. Rows after these are arbitrary.
 
 [Note: overflow] Rows that do not fit are not written, and a bit of `PeerMemory.status` is set on the device. Then all
-results of the batch are worthless, and somebody must compute it again in another way.
+results of the batch are invalid, and the caller must compute the batch in another way.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from lightning_d9d.waits import waiting
 
 
 class PeerPlan(NamedTuple):
-    """The places that this rank's tokens go to; all on the device."""
+    """The destinations of this rank's tokens; all on the device."""
 
     places: Tensor
     """The rows of each token among those that this rank sends, int32 `[tokens, top_k]`."""
 
     ranks: Tensor
-    """The rank that each goes to, int32 `[tokens, top_k]`; `num_ranks` where the token goes there already."""
+    """The destination rank of each, int32 `[tokens, top_k]`; `num_ranks` if the token is already sent there."""
 
     table: Tensor
     """Three numbers for each rank, int32 `[3, num_ranks]`.
 
-    The first is added to a place to get the row on that rank. The second is added to a row that came from there to get
-    its place. The third is the row after the last one that came from there."""
+    The first is added to a place to get the row on that rank. The second is added to a row received from there to get
+    its place. The third is one past the last row received from there."""
 
 
 def share_counts(counts: Tensor, memory: str, triton: bool) -> Tensor:
@@ -49,22 +49,22 @@ def peer_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write each token into the memory of the ranks with its experts, and copy it there for each expert. Collective.
 
-    Differentiable once, in `x` and `weights`; the backward is collective, too.
+    It is differentiable once, in `x` and `weights`; the backward is collective, too.
 
     Args:
         x: Shape `[tokens, hidden]`, at most `row_bytes` of the memory's layout a row.
         weights: Shape `[tokens, top_k]`.
-        experts: Their numbers among those of all ranks, shape `[tokens, top_k]`.
-        plan: Where tokens go.
+        experts: Their numbers among the experts of all ranks, shape `[tokens, top_k]`.
+        plan: The destinations of tokens.
         num_rows: The number of copies that this rank has memory for.
         memory: The name of a `PeerMemory`.
-        triton: True to use kernels.
+        triton: Whether to use kernels.
 
     Returns:
-        Four tensors. Copies are sorted by this rank's experts and, within an expert, by rank and token: `[num_rows,
-        hidden]`. Their weights are `[num_rows]`. The places of the copies of each token that came are
-        `[layout.num_rows, top_k]`, with `num_rows` where there is none. The last has the row after the last one of
-        each of this rank's experts, int32.
+        Four tensors. Copies are sorted by this rank's experts and, within an expert, by rank and token:
+        `[num_rows, hidden]`. Their weights are `[num_rows]`. The places of the copies of each received token are
+        `[layout.num_rows, top_k]`, with `num_rows` if there is none. The last result has one past the last row of each
+        of this rank's experts, int32.
     """
     return _dispatch_op(x, weights, experts, *plan, num_rows, memory, triton)
 
@@ -75,7 +75,7 @@ def peer_combine(results: Tensor, copies: Tensor, plan: PeerPlan, memory: str, t
     Sums are in float32 and rounded to the dtype of `results` on both sides. Differentiable once.
 
     Args:
-        results: One for each row of `peer_dispatch`, shape `[num_rows, hidden]`.
+        results: One result for each row of `peer_dispatch`, shape `[num_rows, hidden]`.
         copies: The places that `peer_dispatch` returned.
         plan: As for `peer_dispatch`.
         memory: As for `peer_dispatch`.

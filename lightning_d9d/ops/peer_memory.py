@@ -17,7 +17,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.rows import ceil_div
 
 OVERFLOW, LATE = 1, 2
-"""Bits of `PeerMemory.status`: more rows than fit; a rank that did not come in time."""
+"""Bits of `PeerMemory.status`: more rows than fit; a rank that did not arrive in time."""
 _ALIGNMENT = 256
 _WEIGHT_BYTES = 8
 """A weight is float32, or float64 for tests."""
@@ -25,7 +25,7 @@ _MEMORIES: dict[str, PeerMemory] = {}
 
 
 class PeerLayout(NamedTuple):
-    """The offsets in each rank's buffer, in bytes; those of notes are from the start of a region."""
+    """The offsets in each rank's buffer, in bytes; those of indices and weights are from the start of a region."""
 
     num_ranks: int
     """The ranks of the group."""
@@ -34,17 +34,17 @@ class PeerLayout(NamedTuple):
     """The experts of a rank."""
 
     num_rows: int
-    """The most tokens that a rank can receive at a time, or get back."""
+    """The largest number of tokens that a rank can receive at a time, or get back."""
 
     row_bytes: int
-    """The most bytes of a token."""
+    """The largest number of bytes of a token."""
 
     top_k: int
     """The experts of a token."""
 
     @property
     def counts_at(self) -> int:
-        """The offset of two tables with the numbers of tokens that each rank sends to each."""
+        """The offset of two tables with the numbers of tokens that each rank sends to each rank."""
         return _aligned(4 * self.num_ranks)
 
     @property
@@ -77,11 +77,11 @@ class PeerMemory:
     """A buffer on each rank of a group, all of them mapped here, and the state of exchanges through them.
 
     Args:
-        buffers: One of each rank, uint8 `[layout.num_bytes]`, zeros before any rank begins.
+        buffers: One buffer for each rank, uint8 `[layout.num_bytes]`, zeros before any rank begins.
         rank: The number of this rank.
         layout: The offsets in a buffer.
-        timeout_s: The limit of a wait for other ranks, in seconds; after it `LATE` is set.
-        owner: Kept as long as the buffers are used.
+        timeout_s: The time limit of a wait for other ranks, in seconds; after it `LATE` is set.
+        owner: An object that must live as long as the buffers are used.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PeerMemory:
 
     @property
     def status(self) -> Tensor:
-        """The bits of `OVERFLOW` and `LATE` that have happened, an int32 on the device."""
+        """The bits `OVERFLOW` and `LATE` that have been set, an int32 on the device."""
         return self.state[1]
 
     def view(self, rank: int, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -110,12 +110,12 @@ class PeerMemory:
 
 
 def peer_memory(name: str) -> PeerMemory:
-    """Return a memory that `keep_peer_memory` has kept."""
+    """Return a memory that `keep_peer_memory` has registered."""
     return _MEMORIES[name]
 
 
 def keep_peer_memory(name: str, memory: PeerMemory) -> None:
-    """Let operators find a memory by its name; it takes the place of an earlier one."""
+    """Register a memory under its name for operators; it replaces an earlier one."""
     _MEMORIES[name] = memory
 
 
@@ -129,14 +129,14 @@ def allocate_peer_memory(
 ) -> PeerMemory:
     """Give each rank of a group a buffer, and map all of them here. Collective over the group; the host waits.
 
-    On CUDA that is torch's symmetric memory, without multicast; on the CPU files in memory.
+    On CUDA this is torch's symmetric memory, without multicast; on the CPU files in memory.
 
     Raises:
-        ConfigError: Ranks are on several hosts, or a device cannot write to another one's memory; on every rank.
+        ConfigError: Ranks are on several hosts, or a device cannot write to another one's memory; raised on every rank.
     """
     problems = _each(group, _problem(group, device))
     if found := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]:
-        raise ConfigError(f"expert_dispatch='peer' cannot be had, {found[0]}; choose 'all_to_all'")
+        raise ConfigError(f"expert_dispatch='peer' is not possible, {found[0]}; choose 'all_to_all'")
     if device.type == "cuda":
         buffers, owner = _device_buffers(group, layout.num_bytes, device)
     else:

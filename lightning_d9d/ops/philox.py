@@ -1,4 +1,4 @@
-"""Random words that follow from a counter and a key alone, so that everyone who needs the same ones can make them."""
+"""Random words that depend only on a counter and a key, so that everyone who needs the same words can compute them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 ROUNDS = 7
 """Rounds of Philox4x32: the fewest that pass all tests of BigCrush (Salmon et al., 2011, table 2)."""
 SPREAD = 0x9E3779B1
-"""An odd number near `2**32` over the golden ratio: products with it differ in their upper bits where factors do in any
-lower ones."""
+"""An odd number near `2**32` over the golden ratio: products with it differ in their upper bits if the factors differ
+in any lower ones."""
 OTHER_SPREAD = 0x85EBCA77
-"""One more, for other bits of the same word."""
+"""A second such number, for other bits of the same word."""
 WORD = 0xFFFFFFFF
-"""The largest word, which as a mask leaves the lower 32 bits."""
+"""The largest word, which as a mask keeps the lower 32 bits."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -21,8 +21,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tuple
     They are those of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
 
     Args:
-        counter: words, least significant first, as int64 from 0 to `2**32 - 1`.
-        key: two words, int64 `[2]`.
+        counter: Words, least significant first, as int64 from 0 to `2**32 - 1`.
+        key: Two words, int64 `[2]`.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key.unbind()

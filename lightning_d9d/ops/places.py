@@ -1,7 +1,7 @@
-"""Definition of normal values that follow from a key and from an element's place in a whole tensor, one by one.
+"""Defines normal values that follow from a key and from an element's place in a whole tensor, one by one.
 
 [Note: values by place] Element `i` of a tensor in row-major order has word `i` of a Philox stream. Kernels and NumPy's
-C code make the same 64 random bits. The value is a sum of integers, times one float32 number:
+C code compute the same 64 random bits. The value is a sum of integers, times one float32 number:
 
     word % 2**16  +  word // 2**16 % 2**16  +  2**16 * (number of ones in the upper 32 bits)  -  mean of these
 
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 ROUNDS = 10
-"""Rounds of Philox4x64, as NumPy has them."""
+"""Rounds of Philox4x64, as in NumPy."""
 FACTORS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 """Added to the key's words after each round."""
 MEAN = 16 * 2**16 + 2**16 - 1
 """Sum of a word's pieces on average."""
 VARIANCE = 8 * 2**32 + (2**32 - 1) / 6
-"""32 coins weigh `2**16` each, and each of two pieces has `2**16` values."""
+"""Variance of the sum: 32 coins weigh `2**16` each, and each of two pieces has `2**16` values."""
 WORD = 2**64 - 1
-"""The largest word, which as a mask leaves the lower 64 bits."""
+"""The largest word, which as a mask keeps the lower 64 bits."""
 
 
 class Runs(NamedTuple):
@@ -43,7 +43,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(shape: Sequence[int], ranges: Sequence[range]) -> Iterator[Runs]:
-    """List the places of a slice that has elements, in its own row-major order, in runs as long as they can be."""
+    """List the places of a slice that is not empty, in its own row-major order, in the longest possible runs."""
     dims: list[tuple[int, int]] = []  # size and stride, the outermost first
     first, stride = 0, 1
     for size, held in zip(reversed(shape), reversed(ranges), strict=True):

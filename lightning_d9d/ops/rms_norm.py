@@ -11,7 +11,7 @@ from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.operator import define
 
 MAX_NORM_DIM = 2**15
-"""Wider rows do not fit the registers of one program; torch takes them."""
+"""Wider rows do not fit into the registers of one program; torch's operators process them."""
 
 
 @overload
@@ -31,17 +31,17 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `x / sqrt(mean(x**2) + eps) * weight` over the last dim (https://arxiv.org/abs/1910.07467).
 
-    Computed in float32, float64 for float64, and rounded once. On CUDA one operator,
+    All computation is float32, or float64 for float64, rounded once. On CUDA one operator,
     `torch.ops.lightning_d9d.rms_norm`, reads and writes memory once, and so does its backward. The backward keeps `x`,
-    or the sum with `residual`, and computes the root mean square again. The gradient of `weight` is summed in a fixed
-    order. Gradients that nobody asks for are not computed.
+    or the sum with `residual`, and recomputes the root mean square. The gradient of `weight` is summed in a fixed
+    order. Gradients that are not requested are not computed.
 
     Args:
-        x: shape `[..., dim]`; for a norm of each head `[..., heads, head_dim]`.
-        weight: shape `[dim]`, in any dtype.
-        eps: added to the mean square.
-        zero_centered: multiply with `1 + weight` instead.
-        residual: what `x` is added to first, shape of `x`.
+        x: Shape `[..., dim]`; for a norm of each head `[..., heads, head_dim]`.
+        weight: Shape `[dim]`, in any dtype.
+        eps: Number added to the mean square.
+        zero_centered: Whether to multiply with `1 + weight` instead.
+        residual: Tensor to which `x` is added first, shape of `x`.
 
     Returns:
         Shape and dtype of `x`. With `residual` the norm of `x + residual`, and `x + residual` itself; both are
@@ -91,7 +91,7 @@ def _norm(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, zero_c
 def _new_norm(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return memory for norm and sum; the sum is empty without residual, as an op may not return its input."""
+    """Return memory for norm and sum; the sum is empty without residual, because an op may not return its input."""
     if residual is None:
         return x.new_empty(x.shape), x.new_empty(0)
     dtype = torch.promote_types(x.dtype, residual.dtype)
@@ -127,7 +127,7 @@ def _new_gradients(
     needs_total: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return memory for gradients; empty ones are not asked for."""
+    """Return memory for gradients; those not requested are empty."""
     return total.new_empty(total.shape if needs_total else 0), weight.new_empty(weight.shape if needs_weight else 0)
 
 

@@ -13,28 +13,28 @@ from lightning_d9d.ops.operator import define
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
 ) -> Tensor:
-    """Turns pairs of elements of each head by their angles: `(a, b)` becomes `(a cos - b sin, b cos + a sin)`.
+    """Rotate pairs of elements of each head by their angles: `(a, b)` becomes `(a cos - b sin, b cos + a sin)`.
 
-    See https://arxiv.org/abs/2104.09864. Computed in float32 (float64 for float64) and rounded once. On CUDA one
-    operator, `torch.ops.lightning_d9d.rope`, that reads and writes memory once. Its backward turns back and keeps the
-    tables alone. Tables that require a gradient are torch's.
+    See https://arxiv.org/abs/2104.09864. All computation is float32 (float64 for float64), rounded once. On CUDA it is
+    one operator, `torch.ops.lightning_d9d.rope`, which reads and writes memory once. Its backward rotates back and
+    keeps only the tables. If tables require a gradient, torch's operators are used.
 
     Args:
-        x: shape `[batch, seq, heads, head_dim]`.
-        cos: cosine of each pair's angle, shape `[batch, seq, 1, pairs]`; batch may be 1 for all rows. Elements of a
-            head after the first `2 * pairs` stay as they are.
-        sin: the same of the sine.
-        position_ids: integers, shape `[batch, seq]`, batch may be 1: then the tables are of all positions, shape
-            `[positions, pairs]`, and each token's are looked up first. Where several layers take the same, rather look
-            them up once.
-        interleaved: whether pair i is of the elements 2 i and 2 i + 1; else of i and i + pairs.
+        x: Shape `[batch, seq, heads, head_dim]`.
+        cos: Cosine of each pair's angle, shape `[batch, seq, 1, pairs]`; batch may be 1 for all rows. Elements of a
+            head after the first `2 * pairs` do not change.
+        sin: The same for the sine.
+        position_ids: Integers, shape `[batch, seq]`, batch may be 1: then the tables are of all positions, shape
+            `[positions, pairs]`, and each token's are looked up first. If several layers use the same positions, look
+            them up once before.
+        interleaved: Whether pair i has the elements 2 i and 2 i + 1; otherwise i and i + pairs.
 
     Returns:
         Shape and dtype of `x`.
 
     Raises:
         ConfigError: Shapes do not fit.
-        IndexError: A position is not in the tables: on the CPU. On CUDA it fails in the kernel.
+        IndexError: On the CPU: a position is not in the tables. On CUDA it fails in the kernel.
     """
     cos, sin = _looked_up(cos, sin, position_ids)
     check_tables(x, cos, sin)
@@ -46,18 +46,18 @@ def rope(
 def rope_qk(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute `rope` of queries and keys, in one launch of its kernel where they have one dtype.
+    """Compute `rope` of queries and keys, in one launch of its kernel if they have one dtype.
 
     Args:
-        q: shape `[batch, seq, heads, head_dim]`.
-        k: the same with its own number of heads.
-        cos: as in `rope`.
+        q: Shape `[batch, seq, heads, head_dim]`.
+        k: The same for keys, with their own number of heads.
+        cos: As in `rope`.
         sin: the same.
         position_ids: as in `rope`.
         interleaved: as in `rope`.
 
     Returns:
-        Queries and keys, turned: what `rope` makes of each, bit by bit.
+        Rotated queries and keys: bitwise equal to `rope` of each.
 
     Raises:
         ConfigError: Shapes do not fit.
@@ -90,13 +90,13 @@ def check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     fits = x.dim() == cos.dim() == 4 and cos.shape == sin.shape and 2 * cos.shape[-1] <= x.shape[-1]
     if not fits or cos.shape[0] not in (1, x.shape[0]) or cos.shape[1:3] != (x.shape[1], 1):
         raise ConfigError(
-            f"rotary tables {list(cos.shape)} and {list(sin.shape)} do not fit x {list(x.shape)}: x must be [batch, "
-            "seq, heads, head_dim], and the tables [batch or 1, seq, 1, pairs] with at most head_dim / 2 pairs"
+            f"rotary tables {list(cos.shape)} and {list(sin.shape)} do not fit x {list(x.shape)}. Give x as [batch, "
+            "seq, heads, head_dim], and tables as [batch or 1, seq, 1, pairs] with at most head_dim / 2 pairs"
         )
 
 
 def check_keys(q: Tensor, k: Tensor) -> None:
-    """Raise ConfigError unless keys have the shape of queries, but for the number of heads."""
+    """Raise ConfigError unless keys have the shape of queries, except for the number of heads."""
     if q.dim() != 4 or k.dim() != 4 or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         raise ConfigError(
             f"keys {list(k.shape)} do not fit queries {list(q.shape)}: both must be [batch, seq, heads, head_dim], and "
@@ -105,7 +105,7 @@ def check_keys(q: Tensor, k: Tensor) -> None:
 
 
 def turns_on_triton(x: Tensor, cos: Tensor, sin: Tensor, *others: Tensor) -> bool:
-    """Return True if kernels run, which turn one pair at least and give tables no gradient."""
+    """Return whether kernels run, which rotate at least one pair and give tables no gradient."""
     is_trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     return cos.shape[-1] > 0 and not is_trained and runs_triton(x, cos, sin, *others)
 
@@ -128,7 +128,7 @@ def _turn(
 
 
 def new_turned(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return memory for results, normed before or not; without keys the second one is empty."""
+    """Return memory for results, whether normed before or not; without keys the second one is empty."""
     return q.new_empty(q.shape), q.new_empty(0) if k is None else k.new_empty(k.shape)
 
 

@@ -1,4 +1,4 @@
-"""How kernels that work on rows, the last dim of a tensor, read them and share them out, on the host."""
+"""How kernels that process rows, the last dim of a tensor, read and distribute them, on the host."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 
 _LEAST_OF_PRODUCTS = 16
-"""The fewest rows and columns of a product that tensor cores take; others are zero."""
+"""The fewest rows and columns of a product that tensor cores support; the others are zero."""
 _PROGRAMS_A_PROCESSOR = 4
 """Number of programs that fit on a multiprocessor at a time: some compute while others wait for memory."""
 _PROGRAMS_ON_CPU = 3
-"""Number of programs in Triton's interpreter, one after the other; several, so that tests see their sums added up."""
+"""Number of programs in Triton's interpreter, one after the other; several, so that tests cover the addition of their
+sums."""
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """Return shape `[rows, columns]`, elements of a row side by side: a view where strides allow it, else a copy."""
+    """Return shape `[rows, columns]`, with adjacent elements in a row: a view if strides allow it, else a copy."""
     rows = tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """Return the quotient, rounded up, as `triton.cdiv`, which takes far longer on the host."""
+    """Return the quotient, rounded up, like `triton.cdiv`, which takes far longer on the host."""
     return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the lowest power of 2 that is not less than `number`, 1 or more, as `triton.next_power_of_2`."""
+    """Return the lowest power of 2 that is not less than `number`, 1 or more, like `triton.next_power_of_2`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -41,7 +42,7 @@ def padded_for_products(length: int) -> int:
 def num_programs(num_tiles: int, device: torch.device, a_processor: int = _PROGRAMS_A_PROCESSOR) -> int:
     """Return the number of programs that share tiles of rows, each with its own partial sum; equal on equal devices.
 
-    `a_processor` is how many run there at a time, for what their registers leave; others would begin when these end.
+    `a_processor` is how many run there at a time, limited by their registers; further ones would begin when these end.
     """
     most = _PROGRAMS_ON_CPU if device.type == "cpu" else a_processor * _num_processors(device)
     return min(num_tiles, most)

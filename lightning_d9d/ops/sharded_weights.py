@@ -1,4 +1,4 @@
-"""Weights that are DTensors, in ops that multiply a plain tensor with the part that this rank holds."""
+"""Weights that are DTensors, in ops that multiply a plain tensor with this rank's part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 def local_shard(weight: Tensor, x: Tensor) -> Tensor:
     """Return the tensor to multiply with `x`: this rank's part of a DTensor, unless `x` is a DTensor as well.
 
-    The gradient comes back as `as_gradient` makes it.
+    `as_gradient` converts the gradient.
     """
     return weight.to_local() if isinstance(weight, DTensor) and not isinstance(x, DTensor) else weight
 
@@ -22,7 +22,7 @@ def is_sharded(weight: Tensor) -> bool:
 def as_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's part of the gradient of `weight`, a DTensor with the same mesh and placements if that is one.
 
-    Nothing is communicated. For a replicated weight, too, it is the summand of this rank alone.
+    Nothing is communicated. Also for a replicated weight, it is the summand of this rank alone.
     """
     if not isinstance(weight, DTensor) or isinstance(gradient, DTensor):
         return gradient

@@ -18,18 +18,18 @@ def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0
     """Copy float32 values into bfloat16, each rounded to one of its two neighbours at random, without bias.
 
     A value `x` between neighbours `a < b` becomes `b` with probability `(x - a) / (b - a)`, to 1 in 65,536, so the mean
-    over seeds is `x`. Values that bfloat16 can hold stay, and so do infinities and NaN (NaN becomes quiet). Finite
-    values stay finite: those beyond the largest bfloat16 become that.
+    over seeds is `x`. Values that bfloat16 can represent do not change, and neither do infinities and NaN (NaN becomes
+    quiet). Finite values stay finite: those beyond the largest bfloat16 become the largest one.
 
     Element `i` in row-major order takes 16 bits of `Philox4x32(key=seed, counter=(offset + i) // 8)`. The bits depend
     on nothing else. So equal values with the same seed get the same bits on replicas, on CPU and GPU, and in parts with
     their own offsets. It is one operator, `torch.ops.lightning_d9d.round_stochastic_`, without a gradient.
 
     Args:
-        target: bfloat16, of any shape and strides; overwritten.
-        source: float32, of the same shape, on the same device.
-        seed: from 0 to `2**63 - 1`. Take a new one each time, or errors add up.
-        offset: index of the first element in the tensor that this is a part of.
+        target: Bfloat16, of any shape and strides; overwritten.
+        source: Float32, of the same shape, on the same device.
+        seed: Seed, from 0 to `2**63 - 1`. Use a new seed each time, or errors accumulate.
+        offset: Index of the first element in the tensor of which this is a part.
 
     Returns:
         `target`.

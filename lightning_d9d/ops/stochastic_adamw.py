@@ -62,33 +62,33 @@ class Scalars(NamedTuple):
     seed: int
     """Seed of the random bits, from 0 to `2**32 - 1`."""
     grad_scale: Tensor | None = None
-    """Gradients are divided by it."""
+    """Gradients are divided by this number."""
     found_inf: Tensor | None = None
-    """Unless it is 0, nothing changes."""
+    """Unless this is 0, nothing changes."""
 
 
 class MultiTensorAdamW:
     """AdamW that updates parameters and states in place: one launch for all tensors of the same dtypes.
 
-    With the gradient `g` over `grad_scale`, in step `t`, all in float32:
+    The formulas use the gradient `g` over `grad_scale`, in step `t`, all in float32:
 
         m = m + (1 - beta1) (g - m)
         v = beta2 v + (1 - beta2) g^2
         p = (1 - lr weight_decay) p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    as in Loshchilov and Hutter, "Decoupled weight decay regularization". Values stored in bfloat16 are rounded as by
+    as in Loshchilov and Hutter, "Decoupled weight decay regularization". Values stored in bfloat16 are rounded like
     `round_stochastic_`. Element `i` of the whole parameter has word `i % 4` of Philox4x32 with the key `(seed, t)` and
-    the counter `i // 4`. A number made of its gradient and its value before the step is added to the word, so elements
-    of other parameters have other bits. The sum is as random as the word, since the added number does not depend on it.
-    The lower half of the sum rounds `p`, the upper half `m`, and the upper half of a product with the sum `v`. Any two
-    of these are independent. The bits are the same for any sharding and any order of parameters.
+    the counter `i // 4`. A number computed from its gradient and its value before the step is added to the word, so
+    elements of other parameters have different bits. The sum is as random as the word, because the added number does
+    not depend on it. The lower half of the sum rounds `p`, the upper half `m`, and the upper half of a product with the
+    sum `v`. Any two of these are independent. The bits are the same for any sharding and any order of parameters.
 
-    For tensors of at least one dim, states in eight bits are read and rounded by [Note: states in eight bits]. There
-    `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, on the 32 bits of both. The upper 16
-    bits of the sum round `p`, the lower 19 `m`, and the upper 19 of the product `v`.
+    For tensors of at least one dim, states in eight bits are read and rounded by [Note: states in eight bits]. In that
+    format `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, on the 32 bits of both. The
+    upper 16 bits of the sum round `p`, the lower 19 `m`, and the upper 19 of the product `v`.
 
-    An instance keeps the addresses of the tensors on the device, so call it with the same parameters each time.
-    Gradients may move. Products and sums are rounded one by one, so that CPU and GPU agree.
+    An instance keeps the addresses of the tensors on the device, so it must be called with the same parameters each
+    time. Gradients may move. Products and sums are rounded one by one, so that CPU and GPU agree.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(place: Place) -> Iterator[Block]:
-    """Return the fewest blocks that make up a shard: one, unless three separate dims are sharded."""
+    """The table has the addresses of the elements of many tensors, on their device."""
     sizes: list[int] = []  # of the whole tensor, with unsharded dims merged into the dim before
     held: list[range] = []
     for size, own in zip(place.shape, place.ranges, strict=True):
@@ -252,12 +252,12 @@ def _sort_key(tensors: AdamWTensors) -> str:
 
 
 class _Table:
-    """The addresses of the elements of many tensors, on their device.
+    """Return the fewest blocks that make up a shard: one, unless three separate dims are sharded.
 
     Attributes:
         key: Key of the tensors it was built from.
         blocks: Table for the kernel.
-        chunks: As the kernel takes them.
+        chunks: Chunks in the kernel's form.
     """
 
     def __init__(self, key: Hashable, tensors: Sequence[AdamWTensors], names: Sequence[str], chunk: int) -> None:

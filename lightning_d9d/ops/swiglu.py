@@ -13,14 +13,15 @@ from lightning_d9d.ops.operator import define
 def swiglu(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = None) -> Tensor:
     """Compute `silu(gate) * up`, times a weight for each row (https://arxiv.org/abs/2002.05202).
 
-    On CUDA one operator, `torch.ops.lightning_d9d.swiglu`, computes in float32, rounds once, and reads and writes
-    memory once. So does its backward, which keeps the arguments alone. In torch each product is rounded, and weights
-    are rounded to the dtype of `up` before. Gradients that nobody asks for are not computed. Rows have nothing to do
-    with one another: what is in padding between groups of rows, be it NaN, stays there.
+    On CUDA it is one operator, `torch.ops.lightning_d9d.swiglu`, which computes in float32, rounds once, and reads and
+    writes memory once. So does its backward, which keeps only the arguments. In torch each product is rounded, and
+    weights are rounded to the dtype of `up` before. Gradients that are not requested are not computed. Rows are
+    independent: values in padding between groups of rows, NaN included, do not spread to other rows.
 
     Args:
-        gate_up: shape `[..., 2 * inner]`, the gate first, or gate and up, of shape `[..., inner]` each.
-        weights: shape `[...]`, in any dtype: for rows of experts the router's, if their down projections come next.
+        gate_up: Shape `[..., 2 * inner]`, the gate first, or gate and up, of shape `[..., inner]` each.
+        weights: Shape `[...]`, in any dtype: the router's weights for rows of experts, if their down projections come
+            next.
 
     Returns:
         Shape `[..., inner]`, in the dtype of `gate_up`.
@@ -34,7 +35,7 @@ def swiglu(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = Non
     if up is not None and gate.shape != up.shape:
         raise ConfigError(f"gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
     if weights is not None and weights.shape != gate.shape[:-1]:
-        raise ConfigError(f"weights {list(weights.shape)} must have a number for each row of {list(gate.shape)}")
+        raise ConfigError(f"weights {list(weights.shape)} must have one number for each row of {list(gate.shape)}")
     has_one_dtype = up is None or up.dtype == gate.dtype
     if not has_one_dtype or not runs_triton(gate, up, weights):
         return swiglu_reference(gate_up, weights)
@@ -89,7 +90,7 @@ def _new_gradients(
     needs_up: bool,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for gradients; empty ones are not asked for."""
+    """Return memory for gradients; those not requested are empty."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = gate.new_empty(dy.shape if needs_up else 0)
     dweights = dy.new_empty(0) if weights is None else weights.new_empty(weights.shape if needs_weights else 0)

@@ -1,24 +1,24 @@
 """Deferred weight gradients: the mechanism of split backwards, for schedules that fill bubbles with them.
 
-[Note: split backward] A split backward first computes the gradients of the stage's inputs, which the stage before waits
-for. Later, when the rank would idle, it computes those of its weights (Qi et al. 2023, arXiv:2401.10241). Here the
+[Note: split backward] A split backward first computes the gradients of the stage's inputs, for which the previous stage
+waits. Later, when the rank would idle, it computes those of its weights (Qi et al. 2023, arXiv:2401.10241). Here the
 first phase is one ordinary backward over the whole graph. But ops that support it (`linear`, `grouped_gemm`), called
-inside `defer`, hide their weight from autograd. Their backward returns the gradient of their input, and notes a
-function of saved tensors for the gradient of the weight. The second phase calls the noted functions. Weight gradients
-of other ops are computed in the first phase, with those of inputs. This is always correct, and only leaves less work to
-fill bubbles. So every graph is walked once, by autograd. Outputs with several parts, shared weights, the user's own
-functions and recomputed activations work without special care. The first phase frees all activations that noted
+inside `defer`, hide their weight from autograd. Their backward returns the gradient of their input, and records a
+function of saved tensors for the gradient of the weight. The second phase calls the recorded functions. Weight
+gradients of other ops are computed in the first phase, with those of inputs. This is always correct, and only leaves
+less work to fill bubbles. So autograd walks every graph once. Outputs with several parts, shared weights, the user's
+own functions and recomputed activations work without special care. The first phase frees all activations that recorded
 functions do not need.
 
-*The weight is hidden*, not given an undefined gradient, because autograd would pass that on to the parameter's hooks.
-Therefore the stage's forward cannot itself ask autograd for the gradient of such a weight. `torch.autograd.grad` raises
-that it is not part of the graph, and a `.backward()` called there leaves it out. Differentiating twice through such an
-op raises.
+*The weight is hidden*, instead of having an undefined gradient, because autograd would pass such a gradient to the
+parameter's hooks. Therefore the stage's forward cannot itself ask autograd for the gradient of such a weight.
+`torch.autograd.grad` raises that it is not part of the graph, and a `.backward()` called there leaves it out.
+Differentiating twice through such an op raises an error.
 
 *Recomputation* (`torch.utils.checkpoint`) calls the ops again in the middle of a backward, perhaps on a thread of
 autograd's own. There they must save exactly the tensors that they saved in the forward. So they must know that they are
 inside `WeightGradients.backward`: the id of autograd's running graph task shows it. Weights recorded there are not
-hidden. So a function that differentiates its recomputation (the reentrant checkpoint) has all its gradients at once.
+hidden. So a function that differentiates its recomputation (the reentrant checkpoint) gets all its gradients at once.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Note:
             shapes = [tuple(tensor.shape) for tensor in self.tensors]
             raise RuntimeError(
                 f"one of the tensors of shapes {shapes} that a weight gradient needs was modified in place between "
-                "input and weight backward. A parameter's gradient may share their memory. Give the parameter's "
-                ".grad memory of its own, or choose a schedule without split backwards"
+                "input and weight backward. A parameter's gradient may share their memory. Give the parameter's .grad "
+                "separate memory, or choose a schedule without split backwards"
             )
         return self.compute(*self.tensors)
 
@@ -77,10 +77,10 @@ class WeightGradients:
     def backward(
         self, outputs: Tensor | GradientEdge | Sequence[Tensor] | Sequence[GradientEdge], gradients: Any = None
     ) -> None:
-        """Run the input backward: `torch.autograd.backward(outputs, gradients)`, which only notes deferred gradients.
+        """Run the input backward: `torch.autograd.backward(outputs, gradients)`, which only records deferred gradients.
 
         It may be called several times before `accumulate`, with outputs of one forward. It keeps the tensors in
-        `gradients` until then: do not reuse their memory. After an exception nothing is noted.
+        `gradients` until then: do not reuse their memory. After an exception nothing is recorded.
         """
         tasks: list[int] = []
 
@@ -106,15 +106,15 @@ class WeightGradients:
                 handle.remove()
 
     def add(self, weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
-        """Note that `compute(*tensors)` is a part of the gradient of `weight`; called by the backward of an op.
+        """Record that `compute(*tensors)` is a part of the gradient of `weight`; called by the backward of an op.
 
-        Outside of `WeightGradients.backward` nothing is noted: there the stage's forward itself asked for gradients
+        Outside of `WeightGradients.backward` nothing is recorded: there the stage's forward itself requested gradients
         other than the weights'.
 
         Args:
             weight: A leaf on which the op's own node in the graph does not depend.
             compute: Function that `accumulate` calls without grad mode. For a DTensor it may return this rank's part.
-            tensors: Its tensors; they are kept until then, and must not be modified in place.
+            tensors: Tensors for `compute`; they are kept until then, and must not be modified in place.
 
         Raises:
             RuntimeError: The backward is itself recorded (`create_graph=True`).
@@ -144,11 +144,11 @@ class WeightGradients:
         """Run the weight backward: add deferred gradients into the `.grad` of the weights, and forget them.
 
         Like a backward, it calls the hooks of each weight once, with the sum of its parts, and adds in place to an
-        existing gradient. Noted tensors are freed one after the other. It runs on the current stream, which must be
+        existing gradient. Recorded tensors are freed one after the other. It runs on the current stream, which must be
         that of `backward`.
 
         Raises:
-            RuntimeError: A needed tensor has been modified in place. The noted gradients are lost then.
+            RuntimeError: A needed tensor has been modified in place. The recorded gradients are then lost.
         """
         notes, self._notes = self._notes, {}
         while notes:
@@ -165,7 +165,7 @@ class WeightGradients:
 
 
 def _is_current(stream: torch.cuda.Stream) -> bool:
-    """Return True on its device's current stream, without making an object like `torch.cuda.current_stream`."""
+    """Return whether this is its device's current stream, without making an object like `torch.cuda.current_stream`."""
     return stream.cuda_stream == torch._C._cuda_getCurrentRawStream(stream.device_index)
 
 
@@ -185,15 +185,16 @@ _thread = _Thread()
 _split_tasks: set[int] = set()  # ids, never reused, of the graph tasks of running `WeightGradients.backward` calls
 
 AT_ONCE = WeightGradients()
-"""It defers nothing: the op is recorded as inside `defer`, but with its weight in the graph."""
+"""Marker for a recomputation, which defers nothing: the op is recorded as inside `defer`, but with its weight in the
+graph."""
 
 
 @contextmanager
 def defer(gradients: WeightGradients | None) -> Iterator[None]:
-    """Let ops called inside, in this thread, defer their weight gradients to `gradients`; None: do not defer.
+    """Make ops called inside, in this thread, defer their weight gradients to `gradients`; None does not defer.
 
-    Open it around a stage's forward for a microbatch whose backward is split. Then `gradients.backward` and
-    `gradients.accumulate` make one full backward; an ordinary one would leave out the weights of these ops.
+    Use it around a stage's forward for a microbatch whose backward is split. Then `gradients.backward` and
+    `gradients.accumulate` make one full backward; an ordinary backward would leave out the weights of these ops.
     """
     previous, _thread.gradients = _thread.gradients, gradients
     try:
@@ -206,8 +207,8 @@ def receiver(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightGra
     """Return the object that defers the weight gradients of the called op; `AT_ONCE` in a recomputation, else None.
 
     Gradients are not deferred outside `defer`, for a frozen weight, and inside `torch.compile` and transformations such
-    as vmap. Nor are they for a weight or bias that is not a leaf, since gradients must flow on from it. Nor for an `x`
-    without gradient, since then there is nothing to compute first.
+    as vmap. They are not deferred either for a weight or bias that is not a leaf, because gradients must flow on from
+    it. Nor are they for an `x` without gradient, because then there is nothing to compute first.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None

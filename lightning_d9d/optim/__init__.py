@@ -1,10 +1,9 @@
-"""Optimizers, what they are built from, and learning-rate schedules.
+"""Optimizers, their building blocks, and learning-rate schedules.
 
-`groups.py`: parameters by weight decay and by what one fused call can take. `stochastic_adamw.py`: AdamW for bfloat16.
-`accumulated_adam.py`: Adam whose moments advance once in several steps.
-`muon.py`: Muon for matrices, computed where `whole_matrices.py` brings them together.
-`settings.py`: an optimizer and its schedule as a configuration names them. `rates.py`: schedules of phases, and
-`plot.py` their pictures.
+`groups.py`: parameters by weight decay and by compatibility in one fused call. `stochastic_adamw.py`: AdamW for
+bfloat16. `accumulated_adam.py`: Adam whose moments advance once in several steps. `muon.py`: Muon for matrices, which
+`whole_matrices.py` assembles. `settings.py`: an optimizer and its schedule as named in a configuration. `rates.py`:
+schedules of phases, and `plot.py` their pictures.
 """
 
 from lightning_d9d.optim.accumulated_adam import AccumAdam, AccumAdamW

@@ -17,8 +17,8 @@ from lightning_d9d.mesh.sharding import local
 class AccumAdam(Optimizer):
     """Adam whose moments advance once in `accum_iter` steps, by the mean of their gradients.
 
-    Each step uses the fresh gradient beside the moments, so weights move in every step. With one gradient in `s` a step
-    is, for K = `accum_iter`, step t and tau = ceil(t / K):
+    Each step uses the current gradient beside the moments, so weights move in every step. With one gradient in `s`, a
+    step uses K = `accum_iter`, step t and tau = ceil(t / K):
 
         s = s + g / K
         weight = weight - lr / (1 - beta1^tau) * (m + (1 - beta1) g)
@@ -26,17 +26,17 @@ class AccumAdam(Optimizer):
         where K divides t: m = beta1 (m + (1 - beta1) s), v = beta2 (v + (1 - beta2) s^2), s = 0
 
     Stored moments are already multiplied by their beta. With `accum_iter=1` this is Adam. The published method
-    (Decent-DP) is meant for replicas that mix their weights, but it runs on any mesh: a DTensor is updated where it
-    lies. The state of a parameter is `step`, a float32 scalar, and three tensors of its shape. They are float32, or
-    float64 for such weights. bfloat16 weights are updated in float32 and rounded to the nearest.
+    (Decent-DP) is for replicas that mix their weights. It runs on any mesh: each rank updates its part of a DTensor.
+    The state of a parameter is `step`, a float32 scalar, and three tensors of its shape. They are float32, or float64
+    for float64 weights. Weights in bfloat16 are updated in float32 and rounded to nearest.
 
     Args:
-        params: As for any optimizer of torch.
+        params: Parameters, as for any optimizer of torch.
         lr: The learning rate.
         betas: Decay rates of the moments, from 0 to below 1.
-        eps: Added to the root of the second moment.
-        weight_decay: Added to the gradient, times the weight (L2).
-        accum_iter: How many steps make one of the moments.
+        eps: Number added to the root of the second moment.
+        weight_decay: Number that is multiplied with the weight and added to the gradient (L2).
+        accum_iter: Number of steps for one step of the moments.
 
     Raises:
         ConfigError: A value is out of range, or `step` is called with a sparse gradient.
@@ -45,7 +45,7 @@ class AccumAdam(Optimizer):
     decoupled = False
     """True if weight decay shrinks weights; False if it is added to gradients."""
     updates_each_alone = True
-    """A parameter's update depends on no other parameter."""
+    """True because a parameter's update depends only on that parameter."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class AccumAdam(Optimizer):
         """Update all parameters that have a gradient; those without keep their state.
 
         Args:
-            closure: Called first; computes gradients.
+            closure: Function that is called first and computes gradients.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         result = None
         if closure is not None:
@@ -93,8 +93,8 @@ class AccumAdam(Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if parameter.grad is None or parameter.grad.layout != torch.strided:
             raise ConfigError(
-                f"{type(self).__name__}: the gradient of a parameter of shape {list(parameter.shape)} is sparse; let "
-                "it be dense (nn.Embedding(sparse=False))"
+                f"{type(self).__name__}: the gradient of a parameter of shape {list(parameter.shape)} is sparse; make "
+                "it dense (nn.Embedding(sparse=False))"
             )
         wide = torch.promote_types(parameter.dtype, torch.float32)
         state = self.state[parameter]
@@ -122,15 +122,15 @@ class AccumAdam(Optimizer):
 
 
 class AccumAdamW(AccumAdam):
-    """`AccumAdam` with decoupled weight decay: weights shrink by `lr * weight_decay`, and gradients stay as they are.
+    """`AccumAdam` with decoupled weight decay: weights shrink by `lr * weight_decay`, and gradients do not change.
 
     Args:
-        params: As for `AccumAdam`, and all others too.
+        params: Parameters, as for `AccumAdam`.
         lr: The learning rate.
         betas: Decay rates of the moments.
-        eps: Added to the root of the second moment.
-        weight_decay: May be 0.
-        accum_iter: How many steps make one of the moments.
+        eps: Number added to the root of the second moment.
+        weight_decay: Weight decay; may be 0.
+        accum_iter: Number of steps for one step of the moments.
 
     Raises:
         ConfigError: A value is out of range, or `step` is called with a sparse gradient.

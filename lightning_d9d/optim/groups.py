@@ -19,22 +19,24 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters by a pattern of their names, with settings of their own.
+    """Parameters by a pattern of their names, with separate settings.
 
     Raises:
         ConfigError: A setting is negative, or all are left out.
     """
 
     pattern: str
-    """A whole name as checkpoints have it, in which `*` stands for any characters, dots included, and `?` for one."""
+    """A whole name as in checkpoints, in which `*` stands for any characters, dots included, and `?` for one."""
     lr: float | None = None
     """The learning rate; by default the optimizer's. A schedule multiplies it."""
     weight_decay: float | None = None
-    """The weight decay of all of them; by default as without the group."""
+    """The weight decay of all of them; by default that which they have without the group."""
 
     def __post_init__(self) -> None:
         if self.lr is None and self.weight_decay is None:
-            raise ConfigError(f"{self} has no effect: it sets nothing; give it lr or weight_decay, or leave it out")
+            raise ConfigError(
+                f"{self} has no effect because it sets nothing; give it lr or weight_decay, or leave it out"
+            )
         for name in ("lr", "weight_decay"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ConfigError(f"{name}={value} of the parameter group {self.pattern!r} must be at least 0")
@@ -47,20 +49,20 @@ class ParameterGroup:
 def parameter_groups(
     module: nn.Module, weight_decay: float = 0.1, *, decays: Callable[[str, nn.Parameter], bool] | None = None
 ) -> list[dict[str, Any]]:
-    """Return trainable parameters in groups that fused and foreach optimizers take, those with weight decay first.
+    """Return trainable parameters in groups that fused and foreach optimizers support, those with weight decay first.
 
-    A group has parameters of one device, dtype and mesh: fused and foreach steps take no plain tensors beside DTensors.
+    A group has parameters of one device, dtype and mesh: fused and foreach steps do not mix plain tensors and DTensors.
     Groups, and parameters in them, come in the order in which the module names them.
 
     Args:
         module: Its frozen parameters are left out.
-        weight_decay: Of those that decay; the others have 0.
-        decays: Tells by name and parameter whether it decays; by default matrices and larger do, while vectors (biases,
-            weights of norms) do not.
+        weight_decay: Weight decay of the parameters that decay; the others have 0.
+        decays: Returns for a name and parameter whether it decays; by default matrices and larger tensors do, while
+            vectors (biases, weights of norms) do not.
 
     Returns:
         Mappings with `params` and `weight_decay`. If nothing is trainable, as in a frozen pipeline stage, the list has
-        one group without parameters. Optimizers of torch refuse an empty list, but take such a group.
+        one group without parameters. Torch's optimizers refuse an empty list, but accept such a group.
     """
 
     def decay_of(name: str, parameter: nn.Parameter) -> bool:
@@ -82,19 +84,19 @@ def groups_by_pattern(
     without_decay: Collection[str] = (),
     of_name: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> list[dict[str, Any]]:
-    """Return trainable parameters in groups that fused and foreach optimizers take, with the settings of patterns.
+    """Return trainable parameters in groups that fused and foreach optimizers support, with the settings of patterns.
 
-    Vectors have no weight decay. Groups come in the order of patterns, behind those that no pattern matches.
+    Vectors have no weight decay. Groups are in the order of patterns, after those that no pattern matches.
 
     Args:
-        parameters: With their names; frozen ones are left out.
-        patterns: At most one matches each, see `check_patterns`.
-        without_decay: The names of larger parameters that have no weight decay either, such as embeddings.
-        of_name: Returns what else a parameter's group has.
+        parameters: Parameters with their names; frozen ones are left out.
+        patterns: Patterns, of which at most one matches each parameter, see `check_patterns`.
+        without_decay: The names of larger parameters without weight decay, such as embeddings.
+        of_name: Returns further settings of a parameter's group.
 
     Returns:
-        Mappings with `params`, and with `lr` and `weight_decay` where they are not the optimizer's own. Where nothing
-        is trainable, one group without parameters.
+        Mappings with `params`, and with `lr` and `weight_decay` if these differ from the optimizer's own. If nothing is
+        trainable, the result is one group without parameters.
     """
 
     def settings_of(name: str, parameter: nn.Parameter) -> tuple[int, float | None, float | None, Any]:
@@ -139,7 +141,7 @@ def check_patterns(patterns: Sequence[ParameterGroup], names: Collection[str]) -
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names most like a pattern, each once for all layers and experts."""
+    """Return the names most similar to a pattern, each once for all layers and experts."""
     shapes = {re.sub(r"\.\d+(?=\.)", ".*", name): None for name in names}
     return difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.0)
 

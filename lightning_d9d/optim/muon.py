@@ -1,13 +1,13 @@
 """Muon for matrices and AdamW for the rest, in one optimizer.
 
 [Note: plain products] An iteration is x' = (a + b g + c g^2) x with the Gram matrix g = x x^T. Sums of matrices would
-cost passes over memory beside the products. So the square is completed, and numbers are added to diagonals alone. With
-y = c^(1/4) x and h = y y^T it is three plain products:
+take passes over memory beside the products. So the square is completed, and numbers are added only to diagonals. With y
+= c^(1/4) x and h = y y^T it is three plain products:
 
     y' = ((h + b / (2 sqrt(c)))^2 + a - b^2 / (4 c)) y
 
-Matrices come in divided by their norms. The square of a norm is the sum of the Gram matrix's diagonal. So the first
-Gram matrix is divided in place of the larger x. Tall matrices are multiplied from the right, so that nothing is
+The input matrices are divided by their norms. The square of a norm is the sum of the Gram matrix's diagonal. So the
+first Gram matrix is divided instead of the larger x. Tall matrices are multiplied from the right, so that nothing is
 transposed in memory.
 """
 
@@ -28,7 +28,8 @@ from lightning_d9d.ops.momentum import descend_, momentum_direction_
 from lightning_d9d.optim.whole_matrices import is_whole, on_whole_matrices
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""The polynomial that each iteration applies to singular values; Muon's author found it. [Note: plain products]."""
+"""Coefficients of the polynomial that each iteration applies to singular values; Muon's author found them. [Note: plain
+products]."""
 _ITERATIONS = 5
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _SCALE = 0.2
@@ -39,11 +40,11 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     """Bring the singular values of matrices close to 1, by five Newton-Schulz iterations. Local.
 
     Args:
-        matrices: `[..., rows, columns]`; each is taken by itself.
+        matrices: Matrices `[..., rows, columns]`; each is processed separately.
 
     Returns:
-        Matrices of the same shape and dtype; those of zeros stay. Singular values come to lie between about 0.7 and
-        1.2, unless they are far below the matrix's norm.
+        Matrices of the same shape and dtype; those of zeros do not change. Singular values are then between about 0.7
+        and 1.2, unless they are far below the matrix's norm.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -66,39 +67,40 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 
 class MuonAdamW(Optimizer):
-    """Muon for matrices, AdamW for vectors and what a group says.
+    """Muon for matrices, and AdamW for vectors and selected groups.
 
     The update of a matrix is its momentum with singular values near 1 (`orthogonalized`), times
     `0.2 * sqrt(max(rows, columns))`. An element then changes about as much as by AdamW, so AdamW's learning rate and
     weight decay carry over (Moonlight, arXiv 2502.16982). A parameter of more than two dims is a stack of matrices,
     such as experts.
 
-    Iterations are in bfloat16, for float64 weights in float64. Matrices are whole where they are computed:
-    `lightning_d9d.optim.whole_matrices` tells which ranks send what. Ranks that share a matrix must have gradients for
-    the same parameters; `step` is collective over them.
+    Iterations are in bfloat16, for float64 weights in float64. Matrices are whole on the rank that computes them:
+    `lightning_d9d.optim.whole_matrices` describes the messages. Ranks that share a matrix must have gradients for the
+    same parameters; `step` is collective over them.
 
     Bfloat16 weights need no copy in float32: they are updated in float32 and rounded stochastically
     (`lightning_d9d.ops.momentum.descend_`). The random bits of an element follow from `seed`, the step, and where the
     element is in the whole parameter. So all meshes have the bits of one process.
 
-    The state of a matrix is `momentum`, that of other parameters `exp_avg` and `exp_avg_sq`; both have a number `step`.
-    Tensors lie as their parameter does, in float32 for bfloat16 weights.
+    The state of a matrix is `momentum`, and that of other parameters `exp_avg` and `exp_avg_sq`; both have a number
+    `step`. State tensors are sharded like their parameter, in float32 for bfloat16 weights.
 
     Args:
-        params: As for any optimizer of torch; float32, float64 or bfloat16, also DTensors.
+        params: Parameters, as for any optimizer of torch; float32, float64 or bfloat16, also DTensors.
         lr: Learning rate of both.
-        weight_decay: Decoupled: weights shrink by `lr * weight_decay`.
-        momentum: Decay rate of the momentum of matrices, which is Nesterov's.
+        weight_decay: Decoupled weight decay: weights shrink by `lr * weight_decay`.
+        momentum: Decay rate of the momentum of matrices (Nesterov momentum).
         betas: Decay rates of AdamW's averages.
-        eps: Of AdamW, added to the root of the second average.
-        matrices: For a group: False gives its matrices to AdamW, too, as is usual for embeddings and heads. True says
-            that all are matrices. None takes those that are.
-        num_parts: For a group: how many matrices lie below each other in each, such as 2 for gate and up in one.
-        seed: Of the rounding of bfloat16 weights, from 0 to `2**31 - 1`; equal on all ranks.
+        eps: Number that AdamW adds to the root of the second average.
+        matrices: For a group: False gives its matrices to AdamW, too, as is usual for embeddings and heads. True
+            declares that all are matrices. None selects those that are matrices.
+        num_parts: For a group: number of matrices that are stacked along the rows of each parameter, such as 2 for gate
+            and up in one.
+        seed: Seed for rounding bfloat16 weights, from 0 to `2**31 - 1`; equal on all ranks.
 
     Raises:
-        ConfigError: A value is out of range, a dtype is another, or a vector is among `matrices`. In `step`: a gradient
-            is placed otherwise than its parameter.
+        ConfigError: A value is out of range, a dtype is not supported, or a vector is among `matrices`. In `step`: a
+            gradient has other placements than its parameter.
     """
 
     takes_wide_gradients = True
@@ -121,10 +123,10 @@ class MuonAdamW(Optimizer):
         super().__init__(params, {**settings, "matrices": matrices, "num_parts": num_parts, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with hyperparameters of their own where given.
+        """Add parameters, with separate hyperparameters if given.
 
         Raises:
-            ConfigError: A value is out of range, or a dtype is another.
+            ConfigError: A value is out of range, or a dtype is not supported.
         """
         super().add_param_group(param_group)
         try:
@@ -138,10 +140,10 @@ class MuonAdamW(Optimizer):
         """Update all parameters that have a gradient. Collective over the ranks that share matrices.
 
         Args:
-            closure: Called first; computes gradients.
+            closure: Function that is called first and computes gradients.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         result = None
         if closure is not None:
@@ -164,11 +166,11 @@ class MuonAdamW(Optimizer):
         return result
 
     def state_keys(self, group: Mapping[str, Any], parameter: Tensor) -> set[str]:
-        """Return which states a parameter of a group has. Local."""
+        """Return the names of the states of a parameter of a group. Local."""
         return {"step", "momentum"} if is_matrix(parameter, group) else {"step", "exp_avg", "exp_avg_sq"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load a state, as any optimizer of torch does; it stays in float32 beside bfloat16 weights."""
+        """Load a state, like any optimizer of torch; it stays in float32 for bfloat16 weights."""
         seen: list[dict[str, Any]] = []
         handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))  # the last one
         try:
@@ -183,7 +185,7 @@ class MuonAdamW(Optimizer):
                         self.state[parameter][key] = value.to(parameter.device, dtype_of_states(parameter))
 
     def _begun(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter, for one step more."""
+        """Return the state of a parameter, with its step increased by one."""
         state = self.state[parameter]
         if not state:
             dtype, keys = dtype_of_states(parameter), self.state_keys(group, parameter) - {"step"}
@@ -218,7 +220,7 @@ class MuonAdamW(Optimizer):
         self._move(parameter, average / root, lr / (1 - first**step), group)
 
     def _move(self, parameter: Tensor, direction: Tensor, size: float | Tensor, group: Mapping[str, Any]) -> None:
-        """Let a weight decay, and take a step of a size against a direction."""
+        """Decay a weight, and take a step of a size against a direction."""
         weight, keep = local(parameter), 1 - group["lr"] * group["weight_decay"]
         if weight.dtype == torch.bfloat16:
             seed = group["seed"] << 32 | self.state[parameter]["step"]
@@ -230,7 +232,7 @@ class MuonAdamW(Optimizer):
 def _descend_rounded(
     parameter: Tensor, direction: Tensor, keep: float | Tensor, size: float | Tensor, seed: int
 ) -> None:
-    """Update a rank's part of a bfloat16 parameter, with the bits that one process has. Local."""
+    """Update a rank's part of a bfloat16 parameter, with the same bits as in one process. Local."""
     weight, (rows, *others) = local(parameter), local_ranges(parameter)
     inner = parameter.shape[1:]
     offset = rows.start * math.prod(inner)
@@ -250,7 +252,7 @@ def dtype_of_states(parameter: Tensor) -> torch.dtype:
 
 
 def is_matrix(parameter: Tensor, group: Mapping[str, Any]) -> bool:
-    """Tell whether a parameter of a group is updated by Muon, not AdamW. Local."""
+    """Return whether Muon updates a parameter of a group, instead of AdamW. Local."""
     return group["matrices"] is not False and parameter.ndim >= 2
 
 
@@ -276,8 +278,8 @@ def _check(group: Mapping[str, Any]) -> None:
             )
         if group["matrices"] and parameter.ndim < 2:
             raise ConfigError(
-                f"MuonAdamW: a parameter of shape {shape} is a vector in a group with matrices=True. Leave that out, "
-                "so that AdamW updates it, or give it to another group"
+                f"MuonAdamW: a parameter of shape {shape} is a vector in a group with matrices=True. Leave "
+                "matrices=True out, so that AdamW updates it, or move it to another group"
             )
         if is_matrix(parameter, group) and parameter.shape[-2] % group["num_parts"]:
             raise ConfigError(
@@ -292,5 +294,5 @@ def _check_gradient(parameter: Tensor) -> None:
     if gradient.layout != torch.strided or sharding_of(gradient) != sharding_of(parameter):
         raise ConfigError(
             f"MuonAdamW: the gradient of a parameter of shape {list(parameter.shape)}, {sharding_of(parameter)}, is "
-            f"{gradient.layout}, {sharding_of(gradient)}; bring it to the parameter's placements before the step"
+            f"{gradient.layout}, {sharding_of(gradient)}; redistribute it to the parameter's placements before the step"
         )

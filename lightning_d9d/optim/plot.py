@@ -1,4 +1,4 @@
-"""Pictures of learning-rate schedules. Needs the extra `viz`."""
+"""Pictures of learning-rate schedules. It needs the extra `viz`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def learning_rates(scheduler: LRScheduler, num_steps: int) -> list[float]:
     """Step a schedule through a run, and return the learning rate of each optimizer step. Local.
 
     Args:
-        scheduler: New. It is stepped, and so is its optimizer, whose parameters should have no gradients.
-        num_steps: Optimizer steps of the run. A `PiecewiseLR` that does not know them takes this number.
+        scheduler: New. Schedule, which is stepped together with its optimizer; its parameters should have no gradients.
+        num_steps: Optimizer steps of the run. A `PiecewiseLR` without a known number takes this number.
 
     Returns:
         One number for each step: the learning rate of the optimizer's first group.
 
     Raises:
-        ConfigError: The run has not a step, or the schedule follows a metric or does not fit.
+        ConfigError: The run has no steps, or the schedule follows a metric or does not fit.
     """
     if num_steps < 1:
-        raise ConfigError(f"num_steps={num_steps} must be at least 1, as a picture has a point for each step")
+        raise ConfigError(f"num_steps={num_steps} must be at least 1, because a picture has a point for each step")
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(f"{type(scheduler).__name__} follows a metric, so its learning rates are known in a run only")
+        raise ConfigError(f"{type(scheduler).__name__} follows a metric, so its learning rates are known only in a run")
     if isinstance(scheduler, PiecewiseLR) and scheduler.total_steps is None:
         scheduler.set_total_steps(num_steps)
     optimizer, rates = scheduler.optimizer, list[float]()
@@ -46,9 +46,9 @@ def plot_learning_rates(rates: Mapping[str, Sequence[float]], path: str | Path, 
     """Draw learning rates over optimizer steps, with a line for each schedule. Local.
 
     Args:
-        rates: By name of the schedule, as from `learning_rates`.
-        path: Ends in .png or .svg (drawn by matplotlib) or .html (by plotly: to zoom).
-        title: Above the picture.
+        rates: Learning rates by name of the schedule, as from `learning_rates`.
+        path: File that ends in .png or .svg (drawn by matplotlib) or .html (by plotly, which can be zoomed).
+        title: Title above the picture.
 
     Raises:
         ConfigError: Another ending, nothing to draw, or the library is not installed.

@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_d9d.errors import ConfigError, did_you_mean
 
 Curve = Literal["linear", "cosine", "polynomial", "exponential"]
-"""How a factor goes from one value to another."""
+"""The curve of a factor from one value to another."""
 
 _LEAST_EXPONENTIAL = 1e-8
-"""An exponential curve begins and ends no lower, as it would never reach 0."""
+"""Lowest start and end of an exponential curve, which would never reach 0."""
 _CURVES: dict[str, Callable[[float, float, float, float], float]] = {
     "linear": lambda start, end, done, _: start + (end - start) * done,
     "cosine": lambda start, end, done, _: end + (start - end) * (1 + math.cos(math.pi * done)) / 2,
@@ -33,9 +33,9 @@ def _exponential(start: float, end: float, done: float) -> float:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a learning-rate schedule: its factor goes from that of the phase before to `to`.
+    """A part of a learning-rate schedule: its factor goes from that of the previous phase to `to`.
 
-    Its end is given by `steps` or by `until`. With neither it takes the rest of the run.
+    Its end is given by `steps` or by `until`. With neither, it takes the rest of the run.
 
     Raises:
         ConfigError: A value is out of range, or `steps` and `until` are both given.
@@ -44,23 +44,23 @@ class Phase:
     to: float
     """The factor of the learning rate at its end; 1 is the optimizer's own learning rate."""
     steps: int | None = None
-    """The number of optimizer steps that it takes."""
+    """The number of optimizer steps in the phase."""
     until: float | None = None
-    """Where it ends, from 0 to 1, as a fraction of the optimizer steps of the whole run."""
+    """The end of the phase, from 0 to 1, as a fraction of the optimizer steps of the whole run."""
     curve: Curve = "linear"
-    """How the factor changes. Exponential curves go from 1e-8 where they would go from 0."""
+    """How the factor changes. An exponential curve from 0 begins at 1e-8 instead."""
     power: float | None = None
-    """Exponent of a polynomial curve, 2 by default; above 1 it changes slowly first."""
+    """Exponent of a polynomial curve, 2 by default; above 1 it changes slowly at first."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.until is not None:
-            raise ConfigError(f"Phase got steps={self.steps} and until={self.until}, which both say its end; give one")
+            raise ConfigError(f"Phase got steps={self.steps} and until={self.until}, which both set its end; give one")
         if self.to < 0:
             raise ConfigError(f"to={self.to} of Phase must be at least 0; 1 is the optimizer's own learning rate")
         if self.steps is not None and self.steps < 0:
             raise ConfigError(f"steps={self.steps} of Phase must be at least 0")
         if self.until is not None and not 0 <= self.until <= 1:
-            raise ConfigError(f"until={self.until} of Phase must lie between 0 and 1, a fraction of all steps")
+            raise ConfigError(f"until={self.until} of Phase must be between 0 and 1, a fraction of all steps")
         if self.curve not in _CURVES:
             raise ConfigError(
                 f"curve={self.curve!r} of Phase must be one of {', '.join(map(repr, _CURVES))}"
@@ -81,18 +81,18 @@ class _Span(NamedTuple):
     phase: Phase
 
     def factor(self, step: int) -> float:
-        """Return the factor of the learning rate at a step within."""
+        """Return the factor of the learning rate at a step of the phase."""
         done = (step - self.start) / (self.end - self.start)
         return _CURVES[self.phase.curve](self.before, self.phase.to, done, self.phase.power or 2.0)
 
 
 def _step_of(until: float | None, total_steps: int) -> int:
-    """Return the step at a fraction of a run; `0.29 * 100` is a little below 29."""
+    """Return the step at a fraction of a run; `0.29 * 100` is slightly below 29."""
     return math.floor(total_steps * (1.0 if until is None else until) + 1e-9)
 
 
 def _spans(phases: Sequence[Phase], initial: float, total_steps: int | None) -> Iterator[_Span]:
-    """Place phases one behind the other.
+    """Place phases one after the other.
 
     Raises:
         ConfigError: Phases do not fit into the run, or its number of steps is needed and unknown.
@@ -103,7 +103,7 @@ def _spans(phases: Sequence[Phase], initial: float, total_steps: int | None) -> 
             end = cursor + phase.steps
         elif total_steps is None:
             raise ConfigError(
-                f"phase {number} ({phase}) needs to know the steps of the run; set max_steps of the Trainer, "
+                f"phase {number} ({phase}) needs the number of steps of the run; set max_steps of the Trainer, "
                 "total_steps of the schedule, or steps of each phase"
             )
         else:
@@ -111,7 +111,7 @@ def _spans(phases: Sequence[Phase], initial: float, total_steps: int | None) -> 
         if end < cursor:
             raise ConfigError(
                 f"phase {number} ({phase}) ends at step {end} of {total_steps}, but the phases before take {cursor}; "
-                f"let until be at least {cursor}/{total_steps}"
+                f"set until to at least {cursor}/{total_steps}"
             )
         if total_steps is not None and end > total_steps:
             raise ConfigError(
@@ -123,24 +123,23 @@ def _spans(phases: Sequence[Phase], initial: float, total_steps: int | None) -> 
 
 
 class PiecewiseLR(LRScheduler):
-    """Learning rates in phases, each of which goes from the factor before it to its own.
+    """Learning rates in phases, each of which goes from the previous factor to its own.
 
     It is stepped after each optimizer step. Step n of a phase from step s to step e has the place (n - s) / (e - s) on
     its curve. So the first step of a run has the factor `initial`. The first step of a phase has the factor with which
-    the phase before it ends. Behind the last phase its factor stays.
+    the phase before it ends. After the last phase its factor stays.
 
-    Every parameter group keeps its own learning rate, which is multiplied. State has the number of steps and learning
-    rates: phases and the number of steps are those of the run that resumes.
+    Every parameter group keeps its own learning rate, which is multiplied by the factor. State has the number of steps
+    and learning rates: phases and the number of steps are those of the resumed run.
 
     Args:
-        optimizer: Its learning rates are changed.
-        phases: One behind the other.
+        optimizer: Optimizer whose learning rates are changed.
+        phases: Phases, one after the other.
         initial: The factor of the first step.
-        total_steps: Optimizer steps of the whole run. A `D9DModule` that is given the schedule as `lr_scheduler` knows
-            them.
+        total_steps: Optimizer steps of the whole run. A `D9DModule` with this schedule as `lr_scheduler` knows them.
 
     Raises:
-        ConfigError: There is not a phase, or phases take more steps than the run has, or one ends before another
+        ConfigError: There are not any phases, phases take more steps than the run has, or one ends before another
             begins. In `step`: the number of steps is needed and unknown.
     """
 
@@ -159,7 +158,7 @@ class PiecewiseLR(LRScheduler):
         super().__init__(optimizer)
 
     def phases_of(self, total_steps: int) -> Sequence[Phase]:
-        """Return the phases of a run with so many steps."""
+        """Return the phases of a run with this many steps."""
         return self.phases
 
     def _placed(self, total_steps: int | None) -> list[_Span]:
@@ -167,10 +166,11 @@ class PiecewiseLR(LRScheduler):
         return list(_spans(phases, self.initial, total_steps))
 
     def set_total_steps(self, total_steps: int | None) -> None:
-        """Say how many optimizer steps the whole run has; learning rates follow at once.
+        """Set the number of optimizer steps of the whole run; learning rates change at once.
 
         Args:
-            total_steps: Also those before a resume. None: the run has no end, so every phase must have its steps.
+            total_steps: Number of steps, including those before a resume. None: the run has no end, so every phase must
+                have its steps.
 
         Raises:
             ConfigError: Phases do not fit into the run, or its number of steps is needed and unknown.
@@ -214,10 +214,10 @@ class WarmupStableDecayLR(PiecewiseLR):
     `WarmupStableDecayLR(optimizer, warmup_steps=100, decay_fraction=1, curve="cosine")`.
 
     Args:
-        optimizer: Its learning rates are changed.
-        warmup_steps: Steps from `initial` to the optimizer's own learning rate, in a line.
+        optimizer: Optimizer whose learning rates are changed.
+        warmup_steps: Steps of a linear rise from `initial` to the optimizer's own learning rate.
         decay_fraction: Fraction of the run, from 0 to 1, in which they fall at its end.
-        curve: How they fall.
+        curve: Curve of the fall.
         final: Factor at the end.
         initial: Factor of the first step of a warm-up.
         total_steps: Optimizer steps of the whole run; as for `PiecewiseLR`.
@@ -239,7 +239,7 @@ class WarmupStableDecayLR(PiecewiseLR):
         if warmup_steps < 0:
             raise ConfigError(f"warmup_steps={warmup_steps} of WarmupStableDecayLR must be at least 0")
         if not 0 <= decay_fraction <= 1:
-            raise ConfigError(f"decay_fraction={decay_fraction} of WarmupStableDecayLR must lie between 0 and 1")
+            raise ConfigError(f"decay_fraction={decay_fraction} of WarmupStableDecayLR must be between 0 and 1")
         phases = [Phase(1.0, steps=warmup_steps), Phase(1.0, until=1 - decay_fraction), Phase(final, curve=curve)]
         super().__init__(optimizer, phases, initial, total_steps)
 

@@ -1,4 +1,4 @@
-"""An optimizer and its learning-rate schedule as a configuration names them: classes with settings."""
+"""An optimizer and its learning-rate schedule as named in a configuration: classes with settings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_d9d.optim.muon import MuonAdamW
 from lightning_d9d.optim.rates import PiecewiseLR
 
 OptimizerFactory = Callable[[Iterable], Optimizer]
-"""Makes an optimizer of parameter groups: a class with settings in YAML, `partial(AdamW, lr=1e-3)` in Python."""
+"""Makes an optimizer from parameter groups: a class with settings in YAML, `partial(AdamW, lr=1e-3)` in Python."""
 LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
-"""Makes a learning-rate schedule of an optimizer: a class with settings in YAML, a `partial` in Python."""
+"""Makes a learning-rate schedule for an optimizer: a class with settings in YAML, a `partial` in Python."""
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
-"""Where torch's schedules keep the number of steps after which they end."""
+"""Attributes of torch's schedules with the number of steps after which they end."""
 
 
 class NamedParameters(NamedTuple):
@@ -32,22 +32,22 @@ class NamedParameters(NamedTuple):
     names: Sequence[str]
     """The names of all ranks' parameters."""
     embeddings: Sequence[str]
-    """The names of embeddings, which have no weight decay unless a group says so."""
+    """The names of embeddings, which have no weight decay unless a group sets it."""
     heads: Sequence[str] = ()
     """The names of matrices that have the shape of an embedding."""
 
     def kind_of_matrix(self, name: str) -> dict[str, Any]:
-        """Return what `MuonAdamW` needs to know of a parameter, as settings of its group."""
+        """Return the facts about a parameter that `MuonAdamW` needs, as settings of its group."""
         is_of_words = name in self.embeddings or name in self.heads
         return {"matrices": False if is_of_words else None, "num_parts": 2 if "gate_up_proj" in name.split(".") else 1}
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer, a schedule that is stepped with it, and groups of parameters: they train a module.
+    """Settings that train a module: an optimizer, a schedule that is stepped with it, and groups of parameters.
 
     Raises:
-        ConfigError: A value is not what makes an optimizer, a schedule or a group.
+        ConfigError: A value does not make an optimizer, a schedule or a group.
     """
 
     optimizer: OptimizerFactory
@@ -60,8 +60,8 @@ class OptimizerSettings:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ConfigError(
-                    f"{name}={value!r} makes none; give a class with settings: class_path and init_args in a file, "
-                    f"{example} in Python"
+                    f"{name}={value!r} does not make one; give a class with settings: class_path and init_args in a "
+                    f"file, {example} in Python"
                 )
         for group in self.parameter_groups:
             if not isinstance(group, ParameterGroup):
@@ -71,7 +71,7 @@ class OptimizerSettings:
         """Build the optimizer. Local.
 
         Raises:
-            ConfigError: Groups match nothing or the same, or have a weight decay that the optimizer does not know.
+            ConfigError: Groups match nothing or overlap, or have a weight decay that the optimizer does not support.
         """
         check_patterns(self.parameter_groups, parameters.names)
         optimizer = self.optimizer(self._groups(parameters))
@@ -80,8 +80,8 @@ class OptimizerSettings:
         for group in self.parameter_groups:
             if group.weight_decay is not None and "weight_decay" not in optimizer.defaults:
                 raise ConfigError(
-                    f"weight_decay={group.weight_decay} of the parameter group {group.pattern!r} has no effect: "
-                    f"{type(optimizer).__name__} has none; leave it out, or choose another optimizer"
+                    f"weight_decay={group.weight_decay} of the parameter group {group.pattern!r} has no effect, "
+                    f"because {type(optimizer).__name__} does not support it; leave it out, or choose another optimizer"
                 )
         return optimizer
 
@@ -94,8 +94,8 @@ class OptimizerSettings:
         """Build the schedule. Local.
 
         Args:
-            optimizer: The one that was made.
-            total_steps: The number of optimizer steps of the whole run; None: it has no end.
+            optimizer: The optimizer that was made.
+            total_steps: The number of optimizer steps of the whole run; None if it has no end.
 
         Returns:
             The schedule, if there is one.
@@ -118,6 +118,6 @@ def _check_length(scheduler: LRScheduler, total_steps: int) -> None:
         if (length := getattr(scheduler, name, 0)) > total_steps:
             kind = type(scheduler).__name__
             raise ConfigError(
-                f"{kind}({name}={length}) is longer than the run, which has {total_steps} optimizer steps; give {name}="
-                f"{total_steps}, or let the run have {length} (Trainer.max_steps)"
+                f"{kind}({name}={length}) is longer than the run, which has {total_steps} optimizer steps; set "
+                f"{name}={total_steps}, or let the run have {length} (Trainer.max_steps)"
             )

@@ -1,4 +1,4 @@
-"""The states of AdamW in float32, bfloat16 and eight bits: which parameters have which, and the ways between them."""
+"""The states of AdamW in float32, bfloat16 and eight bits: their choice by parameter, and conversions between them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from lightning_d9d.mesh.sharding import local, local_ranges, ranges_of_ranks
 from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, SQUARE, decoded
 
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-"""The states beside codes."""
+"""Names of the scales that belong to codes."""
 _KINDS = {"exp_avg": AVERAGE, "exp_avg_sq": SQUARE}
 
 
 def has_codes(parameter: Tensor, state_dtype: torch.dtype) -> bool:
-    """Tell whether a parameter has states in eight bits: vectors have none, as meshes shard them anywhere. Local."""
+    """Return whether a parameter has states in eight bits; vectors do not, because meshes shard them at any element.
+
+    Local.
+    """
     return state_dtype == torch.uint8 and parameter.dim() > 1
 
 
@@ -29,10 +32,10 @@ def dtype_of_states(parameter: Tensor, state_dtype: torch.dtype) -> torch.dtype:
 
 
 def check_blocks(parameter: Tensor, name: str) -> None:
-    """See that no rank's part of a row begins or ends within a block. Local; all ranks find the same.
+    """Refuse a part of a row on a rank that begins or ends within a block. Local; all ranks get the same result.
 
     Raises:
-        ConfigError: A part does.
+        ConfigError: A part begins or ends within a block.
     """
     if not isinstance(parameter, DTensor):
         return
@@ -48,16 +51,16 @@ def check_blocks(parameter: Tensor, name: str) -> None:
 
 
 def converted(state: Mapping[str, Any], parameter: Tensor, state_dtype: torch.dtype) -> dict[str, Any]:
-    """Bring a saved state of a parameter to the dtype that it is to have, and to the parameter's device. Local.
+    """Convert a saved state of a parameter to its new dtype, and move it to the parameter's device. Local.
 
     Args:
-        state: With `exp_avg` and `exp_avg_sq` in any dtype, and their scales where they are codes; whole scales if
-            they do not lie as the parameter.
-        parameter: Whose state it is; DTensors beside a DTensor.
-        state_dtype: As `StochasticAdamW` takes it.
+        state: State with `exp_avg` and `exp_avg_sq` in any dtype, and their scales if they are codes. Scales are whole
+            if they are not sharded like the parameter.
+        parameter: Parameter of the state; the tensors are DTensors if it is one.
+        state_dtype: Dtype, as for `StochasticAdamW`.
 
     Raises:
-        StateError: The dtype cannot hold what was saved.
+        StateError: The dtype cannot represent the saved values.
     """
     dtype, result = dtype_of_states(parameter, state_dtype), dict(state)
     for key in filter(state.__contains__, _KINDS):  # in this order on all ranks
@@ -68,8 +71,8 @@ def converted(state: Mapping[str, Any], parameter: Tensor, state_dtype: torch.dt
         if torch.promote_types(value.dtype, dtype) != dtype or (value.dtype != dtype == torch.uint8):
             raise StateError(
                 f"{key} of a parameter of shape {list(parameter.shape)} was saved as {value.dtype}, and would lose "
-                f"digits with state_dtype={state_dtype}. Give StochasticAdamW(state_dtype={value.dtype}), or begin "
-                "with the weights alone (callbacks.InitialWeights)"
+                f"digits with state_dtype={state_dtype}. Set StochasticAdamW(state_dtype={value.dtype}), or begin with "
+                "only the weights (callbacks.InitialWeights)"
             )
         result[key] = value.to(dtype)
     moved = {key: value.to(parameter.device) for key, value in result.items() if isinstance(value, Tensor)}

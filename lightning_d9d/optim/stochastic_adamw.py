@@ -25,43 +25,44 @@ _STATE_DTYPES: dict[Any, Any] = {"float32": torch.float32, "bfloat16": torch.bfl
 class StochasticAdamW(Optimizer):
     """AdamW for bfloat16 weights, whose small updates are not lost.
 
-    They are rounded up with the probability that makes the mean right (`lightning_d9d.ops.round_stochastic_`). Float32
+    They are rounded up with a probability that makes the mean right (`lightning_d9d.ops.round_stochastic_`). Float32
     weights, also beside bfloat16 ones, are updated as by `torch.optim.AdamW`. On CUDA one launch updates all parameters
-    of a group with the same dtypes. The host waits for nothing: `found_inf` and `grad_scale` are taken as torch's fused
-    optimizers do. On the CPU plain torch operations do the same, bit for bit, but slowly.
+    of a group with the same dtypes. The host does not wait: `found_inf` and `grad_scale` are used as by torch's fused
+    optimizers. On the CPU plain torch operations do the same, bit for bit, but slowly.
 
     The random bits of an element follow from `seed`, the step, the element's index in the whole parameter, and its
     value and gradient (`lightning_d9d.ops.stochastic_adamw`). So the same weights, gradients and seed give the same
-    result on all replicas. This also holds in copies of tied weights in several pipeline stages, and on meshes that
-    shard weights in other ways.
+    result on all replicas. This also holds for copies of tied weights in several pipeline stages, and on meshes that
+    shard weights differently.
 
-    The state of a parameter is `step`, a float32 scalar on its device, `exp_avg` and `exp_avg_sq`, placed alike for
-    DTensors. The groups have the seed, and nothing else is kept. So a resumed run gets the same bits as one that was
-    not stopped. A loaded state brings its seed along, as all hyperparameters but `state_dtype`. States of another dtype
-    are converted where nothing is lost, also those of `torch.optim.AdamW`.
+    The state of a parameter is `step`, a float32 scalar on its device, `exp_avg` and `exp_avg_sq`, with the same
+    placements for DTensors. The groups contain the seed, and nothing else is kept. So a resumed run gets the same bits
+    as an uninterrupted one. A loaded state includes its seed and all other hyperparameters except `state_dtype`. States
+    of another dtype are converted if nothing is lost, also those of `torch.optim.AdamW`.
 
-    With `torch.uint8`, parameters of two dims or more have states in eight bits (`lightning_d9d.ops.eight_bits`).
-    Each 32 places of a row share an exponent, in `exp_avg_scale` and `exp_avg_sq_scale`, which are sharded as their
-    parameter. A row may be sharded where 32 places end, and nowhere else. Vectors keep float32 states.
+    With `torch.uint8`, parameters of two dims or more have states in eight bits (`lightning_d9d.ops.eight_bits`). Each
+    32 places of a row share an exponent, in `exp_avg_scale` and `exp_avg_sq_scale`, which are sharded like their
+    parameter. A row may be sharded only at multiples of 32 places. Vectors keep float32 states.
 
     Args:
-        params: As for any optimizer of torch; float32 or bfloat16, also DTensors of any placement beside plain tensors.
-        lr: May be a scalar tensor.
+        params: Parameters, as for any optimizer of torch; float32 or bfloat16, also DTensors of any placement beside
+            plain tensors.
+        lr: Learning rate; may be a scalar tensor.
         betas: Decay rates of the averages, from 0 to below 1.
-        eps: Added to the root of the second average.
-        weight_decay: Decoupled: weights shrink by `lr * weight_decay`. May be 0.
-        state_dtype: `torch.bfloat16` takes half the memory, `torch.uint8` a quarter; states are then rounded
-            stochastically, too. Names without `torch.` are for files.
-        seed: From 0 to `2**32 - 1`; equal on all ranks.
+        eps: Number added to the root of the second average.
+        weight_decay: Decoupled weight decay: weights shrink by `lr * weight_decay`. It may be 0.
+        state_dtype: Dtype of the states: `torch.bfloat16` takes half the memory, `torch.uint8` a quarter; both are
+            rounded stochastically. Configuration files use names without `torch.`.
+        seed: Seed, from 0 to `2**32 - 1`; equal on all ranks.
 
     Raises:
-        ConfigError: A value is out of range, a dtype is another, or a row with states in eight bits is sharded within
-            32 places. In `step`: a gradient is sparse, or placed otherwise than its parameter.
+        ConfigError: A value is out of range, a dtype is not supported, or a row with states in eight bits is sharded
+            within 32 places. In `step`: a gradient is sparse, or has other placements than its parameter.
     """
 
     _step_supports_amp_scaling = True  # torch's name for `grad_scale` and `found_inf`
     updates_each_alone = True
-    """A parameter's update depends on no other parameter, so a step may come in parts."""
+    """True because a parameter's update depends only on that parameter, so a step may come in parts."""
     takes_wide_gradients = True
     """Gradients of bfloat16 weights may be float32, as sums over microbatches and ranks are; they are not rounded."""
 
@@ -88,7 +89,7 @@ class StochasticAdamW(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with hyperparameters of their own where given.
+        """Add parameters, with separate hyperparameters if given.
 
         Raises:
             ConfigError: A value is out of range, a dtype or layout is not supported, or a row with eight-bit states is
@@ -102,14 +103,17 @@ class StochasticAdamW(Optimizer):
             raise
 
     def lies_by_block(self, parameter: Tensor, key: str) -> bool:
-        """Tell whether a state has a place for each block of a parameter's rows, and lies as that does. Local."""
+        """Return whether a state has one place for each block of a parameter's rows, and is sharded like them.
+
+        Local.
+        """
         if key not in SCALES:
             return False
         group = next(group for group in self.param_groups if any(parameter is each for each in group["params"]))
         return has_codes(parameter, group["state_dtype"])
 
     def state_keys(self, group: Mapping[str, Any], parameter: Tensor) -> set[str]:
-        """Return which states a parameter may be given: those that are converted, too. Local."""
+        """Return the names of the states that a parameter may be given, including those that are converted. Local."""
         return {"step", "exp_avg", "exp_avg_sq", *SCALES}
 
     @torch.no_grad()
@@ -117,10 +121,10 @@ class StochasticAdamW(Optimizer):
         """Update all parameters that have a gradient; those without keep their state.
 
         Args:
-            closure: Called first; computes gradients.
+            closure: Function that is called first and computes gradients.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         result = None
         if closure is not None:
@@ -145,7 +149,7 @@ class StochasticAdamW(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load a state, as any optimizer of torch does; groups keep their `state_dtype`, which states get.
+        """Load a state, like any optimizer of torch; groups keep their `state_dtype`, to which states are converted.
 
         Raises:
             StateError: The saved states are float32 for bfloat16, or float32 or bfloat16 for eight bits.
@@ -194,7 +198,7 @@ class StochasticAdamW(Optimizer):
 
 
 class _Held:
-    """A tensor that `Optimizer.load_state_dict` leaves alone; others it would cast to the parameter's dtype."""
+    """A tensor that `Optimizer.load_state_dict` does not convert; others it would cast to the parameter's dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -247,8 +251,8 @@ def _check(group: dict[str, Any]) -> None:
 def _check_gradient(parameter: Tensor, gradient: Tensor) -> None:
     if gradient.layout != torch.strided:
         raise ConfigError(
-            f"StochasticAdamW: the gradient of a parameter of shape {list(parameter.shape)} is {gradient.layout}; let "
-            "it be dense (nn.Embedding(sparse=False)), or give the parameter to torch.optim.SparseAdam"
+            f"StochasticAdamW: the gradient of a parameter of shape {list(parameter.shape)} is {gradient.layout}; make "
+            "it dense (nn.Embedding(sparse=False)), or give the parameter to torch.optim.SparseAdam"
         )
     if gradient.dtype not in _DTYPES:
         raise ConfigError(

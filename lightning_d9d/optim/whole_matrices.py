@@ -1,10 +1,9 @@
-"""Functions of whole matrices, whose parts lie on several ranks.
+"""Functions of whole matrices whose parts are on several ranks.
 
-[Note: whole matrices]
-A tensor of several dims is a stack of matrices: its last two dims. Where these are whole on a rank, as those of experts
-over ranks are, the rank computes without a message. Where one axis of a mesh cuts matrices, its ranks share the work.
-Each matrix belongs to one of them, in turn. One all-to-all brings all parts to the owners, and another brings the
-results back. Where several axes cut a matrix, all ranks gather it and compute the same.
+[Note: whole matrices] A tensor of several dims is a stack of matrices, which are its last two dims. If these are whole
+on a rank, as those of experts spread over ranks are, the rank computes without a message. If one axis of a mesh shards
+matrices, its ranks share the work. Each matrix belongs to one of them, in turn. One all-to-all sends all parts to the
+owners, and another sends the results back. If several axes shard a matrix, all ranks gather it and compute the same.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from lightning_d9d.mesh.sharding import local, local_ranges
 from lightning_d9d.waits import waiting
 
 Function = Callable[[int, Tensor], Tensor]
-"""Takes the index of a tensor in its list and the whole matrices; the result has their shape and dtype."""
+"""A function of the index of a tensor in its list and the whole matrices; the result has their shape and dtype."""
 
 
 def on_whole_matrices(parts: Sequence[Tensor], like: Sequence[Tensor], function: Function) -> list[Tensor]:
-    """Apply a function to whole matrices of which ranks have parts. Collective over the ranks that hold them.
+    """Apply a function to whole matrices of which ranks hold parts. Collective over the ranks that hold them.
 
-    [Note: whole matrices] tells who computes what.
+    [Note: whole matrices] describes which rank computes what.
 
     Args:
         parts: This rank's parts, of one dtype.
-        like: Parameters of at least two dims that lie as the tensors do; alike on all ranks.
-        function: Applied to each tensor.
+        like: Parameters of at least two dims with the sharding of the tensors; the same on all ranks.
+        function: Function that is applied to each tensor.
 
     Returns:
         This rank's parts of the results.
@@ -60,12 +59,12 @@ def on_whole_matrices(parts: Sequence[Tensor], like: Sequence[Tensor], function:
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Tell whether this rank has whole matrices, so that nothing is sent. Local."""
+    """Return whether this rank has whole matrices, so that nothing is sent. Local."""
     return not _cutting_axes(parameter)
 
 
 def _cutting_axes(parameter: Tensor) -> list[int]:
-    """Return the axes of its mesh that shard one of its last two dims."""
+    """Return the axes of the tensor's mesh that shard one of its last two dims."""
     if not isinstance(parameter, DTensor):
         return []
     dims = [getattr(placement, "dim", None) for placement in parameter.placements]
@@ -86,16 +85,16 @@ def _on_gathered(part: Tensor, like: Tensor, function: Callable[[Tensor], Tensor
 
 
 class _Shared(NamedTuple):
-    """A tensor whose matrices are cut along one dim, over the ranks of a group."""
+    """A tensor whose matrices are sharded along one dim, over the ranks of a group."""
 
     owner: int
     dim: int
     shapes: list[torch.Size]
-    """For each rank the shape of its part."""
+    """The shape of each rank's part."""
 
 
 class _RoundTrip:
-    """Parts go to the owners of matrices, and results come back."""
+    """Sends parts to the owners of matrices, and results back."""
 
     def __init__(self, device_mesh: DeviceMesh, axis: int, parts: Sequence[Tensor], like: Sequence[Tensor]) -> None:
         self.group, self.parts = device_mesh.get_group(axis), parts
@@ -114,7 +113,7 @@ class _RoundTrip:
         return _Shared(place % self.size, dim, shapes)
 
     def apply(self, function: Function) -> list[Tensor]:
-        """Apply a function to the matrices of this rank. Collective over the group."""
+        """Apply a function to the matrices that this rank owns. Collective over the group."""
         own = [place for place, tensor in enumerate(self.tensors) if tensor.owner == self.rank]
         to_owners = [
             [(part, self.tensors[place].shapes[self.rank]) for place, part in self._of(rank)]

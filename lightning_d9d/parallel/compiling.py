@@ -5,7 +5,7 @@ and copies of a block compute with their own weights. Hooks run around the compi
 Blocks of one class and structure share one compilation. A block is recomputed ([Note: what is recomputed] in
 `recompute`) around the compiled call.
 
-[Note: compiled weight gradients] A compiled block has no weight phase in split backwards. Its backward is one compiled
+[Note: compiled weight gradients] In split backwards a compiled block has no weight phase. Its backward is one compiled
 function, which computes all gradients in the input phase. Modules that are not compiled, such as embedding and head,
 are split as usual.
 """
@@ -31,21 +31,22 @@ from lightning_d9d.parallel.recompute import keep_activations
 def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable[nn.Module] | None = None) -> None:
     """Compile the blocks of a module with `torch.compile` when they are first called, in place. Local.
 
-    Losses and gradients are those of the uncompiled module up to rounding. The first call of each class of blocks, mode
-    (training or not) and structure waits for the compiler. A second shape compiles the block once more, for varying
-    sizes where nothing in the block fixes them. After eight compilations of a class torch runs further shapes
-    uncompiled.
+    Losses and gradients equal those of the uncompiled module, except for rounding. The first call of each class of
+    blocks, mode (training or not) and structure waits for the compiler. A second shape compiles the block once more,
+    for varying sizes where nothing in the block fixes them. After eight compilations of a class torch runs further
+    shapes uncompiled.
 
     Args:
         module: Any module.
-        parallel: Blocks are compiled if `parallel.compile` is set. In any case earlier calls, and those of
-            `recompute_activations`, are undone: call that afterwards.
+        parallel: Blocks are compiled if `parallel.compile` is set. In any case, earlier calls and those of
+            `recompute_activations` are undone: call the latter afterwards.
         blocks: Parts of the module; by default those that `blocks_of` finds with `parallel.shard_blocks`.
 
     Raises:
-        ConfigError: The module has neither blocks nor lists of modules. A block has a `forward` of its own, beside that
-            of its class. Or activations are recomputed, and a router has losses over several ranks. The recomputation
-            does not ask those ranks again, and the compiler may take its numbers for the first ones.
+        ConfigError: The module has neither blocks nor lists of modules. A block instance has its own `forward` beside
+            that of its class. Or activations are recomputed, and a router has losses over several ranks. A
+            recomputation does not ask those ranks again, and the compiler may use its numbers in place of the first
+            ones.
     """
     for part in module.modules():
         keep_activations(part)
@@ -59,7 +60,7 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
     if has_losses and parallel.recompute != "none" and dist.is_initialized():
         raise ConfigError(
             f"ParallelConfig.compile=True with recompute={parallel.recompute!r}: routers have losses over several "
-            "ranks (BalanceConfig.sequence_loss, global_batch_loss); leave out one of the three, or take bias_rate for "
+            "ranks (BalanceConfig.sequence_loss, global_batch_loss). Leave out one of the three, or use bias_rate for "
             "the balance"
         )
     blocks = list(blocks_of(module, parallel.shard_blocks) if blocks is None else blocks)

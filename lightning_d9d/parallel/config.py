@@ -19,14 +19,14 @@ class ParallelConfig:
     """How a module is spread over the ranks of a mesh.
 
     Raises:
-        ConfigError: A value is not one of those named below, or two settings exclude each other.
+        ConfigError: A value is not one of those listed below, or two settings exclude each other.
     """
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Reshard fully sharded parameters after each forward and all-gather them again for its backward. False keeps
-    them from a stage's first forward of a batch to its last backward: faster, but the rank's whole stages must fit
-    into memory. Pipelines and several microbatches make "auto" False; otherwise it is True. Schedules with split
-    backwards always keep them."""
+    """Reshard fully sharded parameters after each forward and all-gather them again for its backward. False keeps them
+    from a stage's first forward of a batch to its last backward: faster, but the rank's whole stages must fit into
+    memory. Pipelines and several microbatches make "auto" False; otherwise it is True. Schedules with split backwards
+    always keep them gathered."""
 
     recompute: str = "none"
     """Activations that are recomputed in the backward instead of kept. With "none" all are kept. With "full" each block
@@ -40,54 +40,53 @@ class ParallelConfig:
     blocks have no weight phase."""
 
     cuda_graphs: bool = False
-    """Capture the forward and the backward of each block as CUDA graphs, for small models, whose steps wait for the
+    """Capture the forward and the backward of each block as CUDA graphs, for small models whose steps wait for the
     host. Each rank must hold the whole model. Neither `compile` nor `recompute` may be set. The schedule must run the
     backward of a microbatch before the next forward. Without CUDA it changes nothing."""
 
     expert_dispatch: ExpertDispatch = "auto"
-    """How tokens reach experts on other ranks. "auto" is "local" where a rank has all experts, else "all_to_all".
+    """How tokens are sent to experts on other ranks. "auto" is "local" if a rank has all experts, else "all_to_all".
     With "peer" ranks of one host write into each other's memory while a D9DModule is trained, and the host does not
     wait for sizes. It needs accumulation windows of one batch, without `step_in_backward`."""
 
     expert_capacity: float = 1.5
-    """Copies of tokens that a rank's experts have memory for, as a multiple of an even share, with
-    `expert_dispatch="peer"`: at least 1. A batch that needs more is recomputed by all-to-all, and then the memory
-    grows."""
+    """Room for token copies for a rank's experts, as a multiple of an even share, with `expert_dispatch="peer"`: at
+    least 1. A batch that needs more is recomputed by all-to-all, and then the memory grows."""
 
     overlap_experts: bool = False
-    """Send the tokens of a layer to experts on other ranks in two halves. On CUDA messages have a stream of their own:
-    messages of one half overlap the products of the other. Messages are half as long, and twice as many."""
+    """Send the tokens of a layer to experts on other ranks in two halves. On CUDA messages have a separate stream:
+    messages of one half overlap the products of the other. Messages are half as long, and there are twice as many."""
 
     grouped_gemm: GroupedGemmBackend = "auto"
-    """The backend of the experts' matrix products. By default, "auto" uses torch's `grouped_mm` where that supports
-    their tensors, else "eager". On Hopper it uses "quack" for large ones, where that is installed. With "torch" it is
-    always `grouped_mm`. "quack" is the package quack-kernels (`pip install 'lightning-d9d[quack]'`). The package
+    """The backend of the experts' matrix products. By default, "auto" uses torch's `grouped_mm` if that supports the
+    tensors, else "eager". On Hopper it uses "quack" for large products, if that is installed. With "torch" it is always
+    `grouped_mm`. "quack" is the package quack-kernels (`pip install 'lightning-d9d[quack]'`). The package
     nv-grouped-gemm (`pip install 'lightning-d9d[grouped-gemm]'`) is "nv"; each of its products waits for the device.
-    With "eager" each expert has a product, which waits, too. It applies to the whole process, from setup to
+    With "eager" each expert has a separate product, which waits, too. It applies to the whole process, from setup to
     teardown."""
 
     context: Literal["gather", "ring", "heads"] = "gather"
     """How attention sees sequences that are spread over ranks (context parallelism). With "gather" each rank
-    all-gathers the keys and values. With "ring" keys and values travel from rank to rank while those that have arrived
-    are attended to; a rank never holds all. With "heads" an all-to-all gives each rank whole sequences, for some
-    heads."""
+    all-gathers the keys and values. With "ring" keys and values are passed from rank to rank while those that have
+    arrived are attended to; a rank never holds all. With "heads" an all-to-all gives each rank whole sequences, for
+    some heads."""
 
     pad_sequences: bool = False
     """Pad sequences that the ranks of context and tensor parallelism cannot share evenly. The padding is at their end,
     and its labels do not count. False refuses such sequences."""
 
     kernels: Kernels = "auto"
-    """The kernels of ops. By default, "auto" uses their own on CUDA, or those that were measured to be faster there.
-    With "torch" all ops use torch's, to find out whether a kernel is at fault. With "triton" all ops use their own. It
-    applies to all ops of the process, from setup to teardown."""
+    """The kernels of ops. By default, "auto" uses the package's own on CUDA, or those that were measured to be faster
+    there. With "torch" all ops use torch's, to find out whether a kernel is at fault. With "triton" all ops use the
+    package's own. It applies to all ops of the process, from setup to teardown."""
 
     gather_dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype that fully sharded parameters are gathered and computed in. None means bfloat16 if the Trainer's
+    """The dtype in which fully sharded parameters are gathered and computed. None means bfloat16 if the Trainer's
     precision is "bf16-mixed", whose autocast is then off inside stages, else the parameters' own."""
 
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype that gradients of fully sharded parameters are summed and kept in. None means the dtype of
-    `GradSyncConfig`, if it names one, else float32 or the parameters' own if wider."""
+    """The dtype in which gradients of fully sharded parameters are summed and kept. None means the dtype of
+    `GradSyncConfig`, if that sets one, else float32, or the parameters' own if wider."""
 
     offload: bool = False
     """Keep fully sharded parameters, their gradients and the optimizer's state in host memory."""
@@ -95,7 +94,7 @@ class ParallelConfig:
     shard_blocks: tuple[str, ...] | None = None
     """Names of the classes whose modules are gathered one at a time when parameters are fully sharded. By default,
     these are the entries of the `ModuleList`s and `ModuleDict`s of a `D9DModule`'s stage. Plain LightningModules are
-    sharded and recomputed only where it is given."""
+    sharded and recomputed only if it is given."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -119,7 +118,7 @@ class ParallelConfig:
         if not 1.0 <= self.expert_capacity < math.inf:
             raise ConfigError(
                 f"ParallelConfig.expert_capacity={self.expert_capacity} must be a number of at least 1, which has "
-                "memory for experts with equal loads alone"
+                "memory only for experts with equal loads"
             )
         if self.recompute not in ("none", "full", "offload", "selective", "attention") and not self._recomputed_of:
             raise ConfigError(
@@ -128,17 +127,17 @@ class ParallelConfig:
             )
         if self.compile and self.recompute in ("selective", "attention"):
             raise ConfigError(
-                f"ParallelConfig.compile=True with recompute={self.recompute!r}, of something inside of blocks, which "
-                "are compiled whole; choose recompute='none', 'full', 'offload' or 'every_2'"
+                f"ParallelConfig.compile=True with recompute={self.recompute!r}, which recomputes parts of blocks, but "
+                "blocks are compiled whole. Choose recompute='none', 'full', 'offload' or 'every_2'"
             )
         if self.compile and self.overlap_experts:
             raise ConfigError(
-                "ParallelConfig.compile=True with overlap_experts=True: the compiler does not see streams; leave out "
-                "one of them"
+                "ParallelConfig.compile=True with overlap_experts=True: the compiler does not support streams; leave "
+                "out one of them"
             )
         if self.cuda_graphs and (self.compile or self.recompute != "none"):
             other = "compile=True" if self.compile else f"recompute={self.recompute!r}"
-            raise ConfigError(f"ParallelConfig.cuda_graphs=True cannot be had with {other}; leave out one of them")
+            raise ConfigError(f"ParallelConfig.cuda_graphs=True cannot be combined with {other}; leave out one of them")
         if isinstance(self.shard_blocks, str) or self.shard_blocks == ():
             raise ConfigError(
                 f"ParallelConfig.shard_blocks={self.shard_blocks!r} must be a list of names of classes, such as "
@@ -149,7 +148,7 @@ class ParallelConfig:
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Return the dtypes to gather and to reduce in, None where they are not set."""
+        """Return the dtypes to gather and to reduce in; None if they are not set."""
         gathered, reduced = (name and getattr(torch, name) for name in (self.gather_dtype, self.reduce_dtype))
         return gathered, reduced
 

@@ -1,15 +1,15 @@
-"""Implements context parallelism: attention over sequences of which each rank holds a shard.
+"""Context parallelism: attention over sequences of which each rank holds a shard.
 
 [Note: who holds what] A sequence is split into `2 * size` equal chunks. Rank r holds chunks r and `2 * size - 1 - r`,
-an early and a late one (`SequenceShard`). So all ranks have the same number of pairs of queries and keys under a
-causal mask. Rank r attends to its own tokens causally, as to a sequence of their own, since its chunks are in order. A
-rank before it contributes only its early chunk, to all queries of rank r. A rank after it contributes both chunks, to
-the late queries of rank r alone. All of these are whole blocks of equal size, without a causal border inside.
+an early and a late one (`SequenceShard`). So all ranks have the same number of pairs of queries and keys under a causal
+mask. Rank r attends to its own tokens causally, as to a separate sequence, because its chunks are in order. A rank
+before it contributes only its early chunk, to all queries of rank r. A rank after it contributes both chunks, only to
+the late queries of rank r. All of these are whole blocks of equal size, without a causal border inside.
 
-[Note: partial results] Each block gives a result and the logarithms of its sums of exponentiated scores
-(`lightning_d9d.ops.attention_block`). Results are summed in float32, in an order that depends on the rank only. The
+[Note: partial results] Each block returns a result and the logarithms of its sums of exponentiated scores
+(`lightning_d9d.ops.attention_block`). Results are summed in float32, in an order that depends only on the rank. The
 forward keeps its inputs and outputs for the backward; keys and values of other ranks are sent again. Their gradients
-travel and are summed in float32, too.
+are sent and summed in float32, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SequenceShard:
             legal = " or ".join(map(str, nearest(length, range(divisor, length + divisor, divisor))))
             raise ConfigError(
                 f"a sequence of {length} tokens cannot be sharded over {self.size} ranks of context parallelism, which "
-                f"takes a multiple of {divisor}: pad or shorten it to {legal}, or change context_parallel_shard or "
+                f"needs a multiple of {divisor}. Pad or shorten it to {legal}, or change context_parallel_shard or "
                 "context_parallel_replicate of MeshConfig"
             )
         chunks = whole.chunk(divisor, dim)
@@ -84,10 +84,11 @@ class ContextAttention(ABC):
     """Causal attention over sequences that are spread over the ranks of a group.
 
     A call, and its backward, is collective over the group, for equal shapes and dtypes. All ranks agree on whether
-    documents are given and gradients required. The host waits for nothing.
+    documents are given and gradients required. The host does not wait.
 
     Args:
-        group: The ranks that share sequences. Only its name is kept, so that modules with it can be copied.
+        group: The ranks that share sequences. Only the group's name is stored, so that modules with this object can be
+            copied.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -107,13 +108,13 @@ class ContextAttention(ABC):
         """Attend with this rank's queries to the whole sequences, as `lightning_d9d.ops.attention` on one device.
 
         Args:
-            q: shape `[batch, heads, local seq, head_dim]`: this rank's shard, as `SequenceShard` takes it.
-            k: shape `[batch, kv_heads, local seq, head_dim]`.
-            v: shape of `k`.
-            documents: integers, shape `[batch, local seq]`: a token attends only to tokens of its row with its own
+            q: Shape `[batch, heads, local seq, head_dim]`: this rank's shard, as `SequenceShard` defines it.
+            k: Shape `[batch, kv_heads, local seq, head_dim]`.
+            v: Shape of `k`.
+            documents: Integers, shape `[batch, local seq]`: a token attends only to tokens of its row with the same
                 number, also on other ranks.
-            window: as in `lightning_d9d.ops.attention`; only `HeadsAttention` takes one.
-            sinks: likewise, of all heads of `q`.
+            window: As in `lightning_d9d.ops.attention`; only `HeadsAttention` supports a window.
+            sinks: As in `lightning_d9d.ops.attention`, for all heads of `q`; only `HeadsAttention` supports sinks.
 
         Returns:
             Shape and dtype of `q`.
@@ -132,11 +133,11 @@ class ContextAttention(ABC):
         return self._attend(q, k, v, documents, window, sinks)
 
     def check_scores(self, window: int | None, sinks: Tensor | None) -> None:
-        """Raise `ConfigError` for a window or sinks that this kind does not take. Local."""
+        """Raise `ConfigError` for a window or sinks that this kind does not support. Local."""
         if window is not None or sinks is not None:
             raise ConfigError(
-                f"{type(self).__name__} takes neither window={window} nor sinks; HeadsAttention (context='heads') "
-                "takes both"
+                f"{type(self).__name__} supports neither window={window} nor sinks; HeadsAttention (context='heads') "
+                "supports both"
             )
 
     @abstractmethod
@@ -149,11 +150,11 @@ class ContextAttention(ABC):
 class GatherAttention(ContextAttention):
     """Causal attention for which each rank all-gathers the keys and values.
 
-    They are gathered while the rank attends to its own, and again in the backward, where one reduce-scatter sums
-    all gradients. Takes the memory of whole sequences of keys and values, in the backward also of their gradients in
-    float32, for one layer at a time.
+    They are gathered while the rank attends to its own, and again in the backward, where one reduce-scatter sums all
+    gradients. It takes the memory of one layer's keys and values of whole sequences, in the backward also of their
+    gradients in float32.
 
-    One operator computes it, `torch.ops.lightning_d9d.gather_attention`, so selective recomputation can keep its
+    One operator, `torch.ops.lightning_d9d.gather_attention`, computes it, so selective recomputation can keep its
     results.
     """
 
@@ -164,13 +165,14 @@ class GatherAttention(ContextAttention):
 
 
 class RingAttention(ContextAttention):
-    """Causal attention for which keys and values go round the ranks, as in https://arxiv.org/abs/2310.01889.
+    """Causal attention for which keys and values are passed around the ranks, as in https://arxiv.org/abs/2310.01889.
 
-    While a rank attends to the keys and values of one rank, those of the next are on their way. In the backward they go
-    round once more, and their gradients with them. Takes the memory of two ranks' keys and values, in the backward also
-    of their gradients in float32.
+    While a rank attends to the keys and values of one rank, those of the next are being sent. In the backward they are
+    passed around once more, together with their gradients. It takes the memory of two ranks' keys and values, in the
+    backward also of their gradients in float32.
 
-    One operator computes it, `torch.ops.lightning_d9d.ring_attention`, so selective recomputation can keep its results.
+    One operator, `torch.ops.lightning_d9d.ring_attention`, computes it, so selective recomputation can keep its
+    results.
     """
 
     def _attend(
@@ -182,14 +184,14 @@ class RingAttention(ContextAttention):
 class HeadsAttention(ContextAttention):
     """Causal attention for which each rank takes some heads of whole sequences, as in https://arxiv.org/abs/2309.14509.
 
-    One all-to-all brings queries, keys and values to the ranks of their heads, another brings the results back. In
-    between runs `lightning_d9d.ops.attention`.
+    One all-to-all sends queries, keys and values to the ranks of their heads, and another sends the results back.
+    Between these, `lightning_d9d.ops.attention` runs.
 
     The ranks must be able to share the heads of queries, and those of keys and values, equally.
     """
 
     def check_scores(self, window: int | None, sinks: Tensor | None) -> None:
-        """Refuse nothing: each rank has whole sequences of some heads."""
+        """Accept all: each rank has whole sequences of some heads."""
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
@@ -226,17 +228,17 @@ KINDS: dict[str, type[ContextAttention]] = {"gather": GatherAttention, "ring": R
 
 
 def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None:
-    """Let each `GroupedQueryAttention` of a module attend over the ranks of a group, in place. Local.
+    """Make each `GroupedQueryAttention` of a module attend over the ranks of a group, in place. Local.
 
     Args:
-        stage: Any module. From then on it takes this rank's shard of sequences, as `SequenceShard` takes them. If
+        stage: Any module. From then on its input is this rank's shard of sequences, as `SequenceShard` defines it. If
             tensor parallelism shards it, `shard_tensors` must have run before.
         group: The ranks that share sequences.
         kind: "gather", "ring" or "heads": see `GatherAttention`, `RingAttention` and `HeadsAttention`.
 
     Raises:
-        ConfigError: The kind is unknown or does not support these heads, a window or sinks, or a module attends in a
-            way of its own.
+        ConfigError: The kind is unknown or does not support these heads, a window or sinks, or a module has its own way
+            to attend.
     """
     if kind not in KINDS:
         raise ConfigError(f"context={kind!r} must be one of {', '.join(map(repr, KINDS))}")
@@ -245,9 +247,9 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
         if isinstance(module, GroupedQueryAttention):
             if module.attend is not attention and not isinstance(module.attend, ContextAttention):
                 raise ConfigError(
-                    f"{name}.attend was replaced by {module.attend!r}, and context={kind!r} would replace that. It "
-                    "sees the tokens of its own rank alone; set attend behind shard_context, to a ContextAttention, or "
-                    "leave MeshConfig.context_parallel_shard at 1"
+                    f"{name}.attend was replaced by {module.attend!r}, and context={kind!r} would replace that. That "
+                    "attention sees only the tokens of its own rank; set attend after shard_context, to a "
+                    "ContextAttention, or leave MeshConfig.context_parallel_shard at 1"
                 )
             attend.check_scores(module.window, module.sinks)
             if isinstance(attend, HeadsAttention):
@@ -256,12 +258,12 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
 
 
 def check_context(stage: nn.Module) -> None:
-    """Raise `ConfigError` for attention of a spread stage that sees this rank's part of sequences alone. Local."""
+    """Raise `ConfigError` for attention of a spread stage that sees only this rank's part of sequences. Local."""
     for name, module in stage.named_modules():
         if isinstance(module, GroupedQueryAttention) and not isinstance(module.attend, ContextAttention):
             raise ConfigError(
-                f"ranks of context parallelism have parts of sequences, but {name} attends to those of its own rank "
-                "alone; in parallelize_stage call lightning_d9d.parallel.shard_context, and take positions from "
+                f"context parallelism gives each rank a part of each sequence, but {name} attends only to this rank's "
+                "part. Call lightning_d9d.parallel.shard_context in parallelize_stage, and take positions from "
                 "TokenShard.of(mesh)"
             )
 
@@ -270,7 +272,7 @@ class _Block(NamedTuple):
     """Some of this rank's queries and some keys and values."""
 
     ranks: slice
-    """Ranks that the keys and values come from."""
+    """Ranks of the keys and values."""
     rows: slice
     """The rows of this rank's queries."""
     keys: slice
@@ -451,7 +453,7 @@ def _pass_on(tensor: Tensor, blocks: _Blocks) -> Callable[[], Tensor]:
 
 
 def _in_form_of(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return values in the dtypes and memory order of the tensors, as `_new_gradients` states for the compiler."""
+    """Return values in the dtypes and memory order of the tensors, as `_new_gradients` declares to the compiler."""
     return tuple(torch.empty_like(t).copy_(value) for t, value in zip(tensors, values, strict=True))
 
 
@@ -489,4 +491,4 @@ _gather_op = _define("gather_attention", _gather_attention, _gather_attention_ba
 _ring_op = _define("ring_attention", _ring_attention, _ring_attention_backward)
 
 CONTEXT_OPS = (torch.ops.lightning_d9d.gather_attention.default, torch.ops.lightning_d9d.ring_attention.default)
-"""Operators that attend in the forward. Selective recomputation keeps their results."""
+"""Operators that compute attention in the forward. Selective recomputation keeps their results."""

@@ -1,19 +1,19 @@
-"""Implements fully sharded data parallelism: which modules are gathered together, and when, with torch's FSDP2.
+"""Fully sharded data parallelism with torch's FSDP2: which modules are gathered together, and when.
 
 [Note: units] `fully_shard` gathers and reduces the parameters of a *unit* in one message. Each block of the model is a
-unit. The experts of a block are a unit of their own, whose collectives run over other ranks. The remaining parameters
-are gathered with the stage.
+unit. The experts of a block are a separate unit, whose collectives run over other ranks. The remaining parameters are
+gathered with the stage.
 
-[Note: kept or not] By itself FSDP2 reshards a unit after its forward. It reshards it again after its backward, where it
-also reduces its gradients. This is right where a batch is one microbatch. In a pipeline it would gather a stage twice
-for each microbatch. No hook would reduce the gradients that the weight backward of a split backward computes. So a
-pipeline *keeps* a stage: it gathers the stage before its first forward of the batch, and reshards it after its last
+[Note: kept or not] By default FSDP2 reshards a unit after its forward. It reshards it again after its backward, where
+it also reduces its gradients. This is right if a batch is one microbatch. In a pipeline it would gather a stage twice
+for each microbatch. Also, no hook would reduce the gradients that the weight backward of a split backward computes. So
+a pipeline *keeps* a stage: it gathers the stage before its first forward of the batch, and reshards it after its last
 backward. Gradients are reduced once. If the last backward is a full one, the hooks reduce them, which overlaps;
 otherwise `FullySharded.reduce` does.
 
-[Note: sums] Gradients are added up over ranks, in float32 at least, and not divided: a `D9DModule` divides all of them
+[Note: sums] Gradients are summed over ranks, in float32 at least, and not divided: a `D9DModule` divides all of them
 once. A unit's reduction includes every trained parameter, with zeros where this rank has no gradient. Otherwise ranks
-that use different parameters would send messages of different sizes. So a parameter that no rank used gets zeros, where
+that use different parameters would send messages of different sizes. So a parameter that no rank used gets zeros, while
 a replicated one would get none.
 
 FSDP2 keeps a sharded gradient in the dtype of its parameter, and has no public way to reduce outside of its hooks.
@@ -43,9 +43,9 @@ from lightning_d9d.parallel.fsdp import forget_forward, reset, roots
 
 
 def weight_mesh(mesh: MeshDomains) -> DeviceMesh | None:
-    """Return the mesh that shards weights outside of experts, behind an axis of copies if there are any.
+    """Return the mesh that shards weights outside of experts, after an axis of copies if there are any.
 
-    A part of `MeshDomains.weights`, so collective at the first use. None where no axis shards data.
+    The result is a part of `MeshDomains.weights`, so the first use is collective. None if no axis shards data.
     """
     if mesh.sizes[Axis.DP_CP_SHARD] == 1:
         return None
@@ -62,19 +62,20 @@ def shard_data(
     *,
     casts_inputs: bool = True,
 ) -> None:
-    """Shard the parameters of a stage over the data ranks, in place; nothing where no axis shards data.
+    """Shard the parameters of a stage over the data ranks, in place; does nothing if no axis shards data.
 
-    Parameters that already belong to a unit stay there, and experts that are spread over ranks are left alone.
-    Collective as `fully_shard` is: every rank shards the same.
+    Parameters that already belong to a unit stay there, and experts that are spread over ranks are skipped. Collective,
+    like `fully_shard`: every rank must shard the same.
 
     Args:
         stage: A stage on the meta device, or with equal values on all ranks.
-        units: Modules of the stage, in the order in which they run. Each is gathered by itself; the modules of a list,
-            which run one after the other, are gathered together. The rest of the stage, with units that are not
-            `separable`, is gathered with the first of them. It is kept until its backward is done.
+        units: Modules of the stage, in the order in which they run. Each unit is gathered separately; the modules of a
+            list, which run one after the other, are gathered together. The rest of the stage, with units that are not
+            `separable`, is gathered with the first of them. These parameters are kept until the backward of the stage
+            is done.
         mesh: The mesh of all ranks.
         parallel: When to reshard, the dtype to gather in, and where to keep shards.
-        casts_inputs: Whether floats that a unit is called with are cast to the dtype that it is gathered in.
+        casts_inputs: Whether floating-point inputs of a unit are cast to the dtype in which it is gathered.
     """
     over = weight_mesh(mesh)
     if over is None:
@@ -89,7 +90,7 @@ def shard_data(
 def separable(module: nn.Module, units: Iterable[nn.Module | list[nn.Module]]) -> list[nn.Module | list[nn.Module]]:
     """Return the units that share no parameter with another one or with the rest of the module.
 
-    A unit that is gathered apart from another holder of its parameter would untie the two.
+    A unit that is gathered separately from another holder of its parameter would untie the two.
     """
     units = list(units)
     parameters = [{each for part in _modules_of(unit) for each in part.parameters()} for unit in units]
@@ -104,7 +105,7 @@ def _modules_of(unit: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 
 def as_unit(unit: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
-    """Return a unit as `fully_shard` takes it: torch 2.11 refuses a `ModuleDict` by itself, even one with a forward."""
+    """Return a unit in the form for `fully_shard`: torch 2.11 refuses a bare `ModuleDict`, even one with a forward."""
     return [unit] if isinstance(unit, nn.Module) and _is_run_list(unit) else unit
 
 
@@ -119,7 +120,7 @@ def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_
     Args:
         unit: A module or modules that are gathered together.
         parallel: The configuration.
-        casts_inputs: Whether tensors that the unit is called with are cast to the dtype that it is gathered in.
+        casts_inputs: Whether inputs of the unit are cast to the dtype in which it is gathered.
     """
     gathered, reduced = parallel.dtypes
     if reduced is None:
@@ -136,7 +137,7 @@ def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_
 
 
 def blocks_of(stage: nn.Module, class_names: Sequence[str] | None = None) -> list[nn.Module]:
-    """Return the blocks of a stage: its modules that are treated alike, one after the other.
+    """Return the blocks of a stage: modules with the same treatment, which run one after the other.
 
     Args:
         stage: The stage.
@@ -160,11 +161,11 @@ def blocks_of(stage: nn.Module, class_names: Sequence[str] | None = None) -> lis
 
 
 def check_blocks(module: nn.Module, blocks: Sequence[nn.Module], setting: str) -> None:
-    """Check that a setting about blocks has some here, or could have some on other stages.
+    """Check that a setting about blocks applies to some here, or could apply to some on other stages.
 
     Args:
         module: The module with the blocks. A stage of a pipeline may have an empty list of them.
-        blocks: The blocks that the setting applies to.
+        blocks: The blocks to which the setting applies.
         setting: The setting's name and value, such as `"ParallelConfig.compile=True"`.
 
     Raises:
@@ -172,8 +173,8 @@ def check_blocks(module: nn.Module, blocks: Sequence[nn.Module], setting: str) -
     """
     if not blocks and not has_lists(module):
         raise ConfigError(
-            f"{setting} has no effect here: {type(module).__name__} has no blocks, the entries of a ModuleList or a "
-            'ModuleDict; name their classes, as in ParallelConfig.shard_blocks=["Block"], or leave '
+            f"{setting} has no effect here: {type(module).__name__} has no blocks, which are the entries of a "
+            'ModuleList or ModuleDict. Name their classes, as in ParallelConfig.shard_blocks=["Block"], or leave '
             f"{setting.split('=')[0].split('.')[-1]} out"
         )
 
@@ -184,7 +185,7 @@ def has_lists(module: nn.Module) -> bool:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class before `fully_shard` replaced it by one derived from `FSDPModule` and it."""
+    """Return the name of a module's class before `fully_shard` replaced the class by a derived one."""
     cls = type(module)
     return (cls.__bases__[1] if isinstance(module, FSDPModule) and len(cls.__bases__) > 1 else cls).__name__
 
@@ -203,7 +204,7 @@ def is_of_experts(parameter: nn.Parameter) -> bool:
 
 
 def num_shards(parameter: nn.Parameter) -> int:
-    """Return over how many ranks `fully_shard` sharded a parameter, without those of tensor and expert parallelism."""
+    """Return the number of ranks over which `fully_shard` sharded a parameter, excluding other parallelism."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh, others = parameter.device_mesh, {Axis.TP, Axis.TP_SHARD, Axis.TP_REPLICATE, Axis.EP_SHARD}
@@ -217,7 +218,7 @@ def num_shards(parameter: nn.Parameter) -> int:
 
 
 def shard_dim(dims: Sequence[int], num_shards: int) -> int:
-    """Return the dim along which this shape is sharded: 0, or 1 where dim 0 is too short and dim 1 divides evenly."""
+    """Return the dim along which this shape is sharded: 0, or 1 if dim 0 is too short and dim 1 divides evenly."""
     return 1 if dims[0] < num_shards and len(dims) > 1 and dims[1] % num_shards == 0 else 0
 
 
@@ -227,7 +228,7 @@ def place(num_shards: int, parameter: nn.Parameter) -> Shard:
 
 
 class FullySharded:
-    """Gathers and reduces the units of one stage as the schedule says. [Note: kept or not].
+    """Gathers and reduces the units of one stage as the schedule says. See [Note: kept or not].
 
     Args:
         stage: A stage with units made by `fully_shard`.
@@ -267,7 +268,7 @@ class FullySharded:
         if splits_backward and self.reduces_each:
             raise ConfigError(
                 "GradSyncConfig.reduce='every_microbatch' with a schedule that splits backwards, whose gradients come "
-                "in two halves; choose 'last_microbatch', or a schedule with whole backwards such as '1f1b'"
+                "in two halves. Choose 'last_microbatch', or a schedule with whole backwards such as '1f1b'"
             )
         self._reduces = reduces
         self._keeps_now = self.keeps or splits_backward
@@ -300,7 +301,7 @@ class FullySharded:
             unit.reshard()
 
     def last_backward(self) -> None:
-        """Announce that the coming full backward is the last of the batch: its hooks may reduce and reshard."""
+        """Announce that the next full backward is the last of the batch: its hooks may reduce and reshard."""
         self._has_announced_last = True
         if self._keeps_now:
             for group in self._groups:  # all is there, but the first unit would prefetch the last of the forward before
@@ -310,7 +311,7 @@ class FullySharded:
             root.unit.set_is_last_backward(True)
 
     def reduce(self) -> None:
-        """Reduce the gradients of the batch, which are complete, unless the hooks do."""
+        """Reduce the gradients of the batch, which are complete, unless hooks reduce them."""
         if self._has_announced_last or not self._reduces:
             return
         self._set(reduces=True, keeps=False)

@@ -1,15 +1,15 @@
-"""Spreads experts over ranks: each rank has some of them whole, or a shard of each of some.
+"""Spreads experts over ranks: each rank has some experts whole, or a shard of each of some.
 
-[Note: where experts lie] `expert_parallel` consecutive ranks of a pipeline stage hold one copy of the experts between
-them (axis `ep_shard`); the tokens travel. The ranks that hold the same experts (axis `ep_replicate`) have copies of
-them. Where weights are fully sharded, these ranks share each copy within a replica instead. Then `ep_replicate` is
-split into `ep_dp_replicate`, which holds copies as of all other weights, and `ep_fsdp`, which fully shards them. A copy
-that spans as many ranks as a replica, or more, is not fully sharded. It is still a unit of FSDP2 where it is gathered
-in another dtype than it is kept in, or kept in host memory.
+[Note: where experts lie] `expert_parallel` consecutive ranks of a pipeline stage hold one copy of the experts (axis
+`ep_shard`). Tokens are sent between these ranks. The ranks that hold the same experts (axis `ep_replicate`) have copies
+of them. If weights are fully sharded, these ranks share each copy within a replica instead. Then `ep_replicate` is
+split into `ep_dp_replicate`, which holds copies as for all other weights, and `ep_fsdp`, which fully shards them. A
+copy that spans as many ranks as a replica, or more, is not fully sharded. It is still a unit of FSDP2 if it is gathered
+in another dtype, or kept in host memory.
 
-[Note: units of their own] A block's gradients are reduced when all of its backward is done. If its experts' were among
-them, one rank could reduce between the two all-to-alls of another rank's backward: both would wait. So experts are a
-unit of their own, reduced over their own ranks.
+[Note: units of their own] A block's gradients are reduced when all of its backward is done. If its experts' gradients
+were among them, one rank could reduce between the two all-to-alls of another rank's backward, and both would wait. So
+experts are a separate unit, reduced over their own ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lightning_d9d.parallel.data import place, settings
 
 
 def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> None:
-    """Spread the experts of every `SparseMoE` in a module over ranks, in place. [Note: where experts lie].
+    """Spread the experts of every `SparseMoE` in a module over ranks, in place. See [Note: where experts lie].
 
-    Collective as `fully_shard` is: every rank shards the same.
+    Collective, like `fully_shard`: every rank must shard the same.
 
     Args:
         module: A module on the meta device, or with equal values on all ranks. Its data is not sharded yet.
         mesh: The mesh of all ranks.
-        parallel: How tokens travel; for fully sharded experts also when to reshard and the dtypes.
+        parallel: How tokens are sent; for fully sharded experts also when to reshard, and the dtypes.
 
     Raises:
-        ConfigError: `expert_parallel` does not divide the number of experts, or tokens cannot travel as asked for.
+        ConfigError: `expert_parallel` does not divide the number of experts, or the requested dispatch is not possible.
     """
     num_parts = mesh.sizes[Axis.EP_SHARD]
     _check_dispatch(parallel, num_parts)
@@ -57,7 +57,7 @@ def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig
 
 
 def are_units(mesh: MeshDomains, parallel: ParallelConfig) -> bool:
-    """Return whether experts that are spread over ranks are units of FSDP2. [Note: where experts lie]."""
+    """Return whether experts that are spread over ranks are units of FSDP2. See [Note: where experts lie]."""
     return mesh.sizes[Axis.DP_CP_SHARD] > 1 and (
         mesh.config.expert_weights()[Axis.EP_FSDP] > 1 or parallel.gather_dtype is not None or parallel.offload
     )

@@ -1,4 +1,4 @@
-"""Runs blocks by a function in place of the `forward` of their class."""
+"""Replaces the `forward` of blocks by a function."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from lightning_d9d.errors import ConfigError
 
 
 def replace_forwards(blocks: Iterable[nn.Module], function: Callable[..., Any], setting: str) -> None:
-    """Run each block as `function(block, *args, **kwargs)`, by an attribute `forward`, which copies of a block keep.
+    """Run each block as `function(block, *args, **kwargs)` through an attribute `forward`, which copies of it keep.
 
     Raises:
-        ConfigError: A block has a `forward` of its own, beside that of its class. The error names the `setting`.
+        ConfigError: A block instance has its own `forward` beside that of its class. The error names the `setting`.
     """
     for block in dict.fromkeys(blocks):
         if "forward" in vars(block):
             raise ConfigError(
-                f"{setting}: a {type(block).__name__} has a forward of its own, {vars(block)['forward']}, which is not "
-                "that of its class; name other blocks, in ParallelConfig.shard_blocks, or do it yourself"
+                f"{setting}: the instance of {type(block).__name__} has its own forward, {vars(block)['forward']}, "
+                "instead of the forward of its class. Name other blocks in ParallelConfig.shard_blocks, or wrap the "
+                "forward yourself"
             )
         block.forward = partial(function, block)
 

@@ -20,14 +20,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from lightning_d9d.waits import waiting
 
 ACCUMULATES_IN_LEAF = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
-"""True where unreduced gradients add up in `.grad` of the unsharded parameter (torch 2.15), not in another tensor."""
+"""True if unreduced gradients are summed in `.grad` of the unsharded parameter (torch 2.15), not in another tensor."""
 
 _WAITS = ("wait_for_unshard", "finalize_backward")
 """Methods of FSDP2's groups that wait for an all-gather, and for the last reductions."""
 
 
 class _TrainedParameters:
-    """Contains every parameter that requires a gradient at the time of the question."""
+    """Contains every parameter that requires a gradient at the moment."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad
@@ -71,11 +71,11 @@ class ParameterGroup:
             vars(self._group).pop(name, None)
 
     def keep_after_forward(self, keeps: bool) -> None:
-        """Keep parameters gathered after a forward, or reshard as `fully_shard` was asked to."""
+        """Keep parameters gathered after a forward, or reshard as `fully_shard` was configured."""
         self._group.post_forward_mesh_info = None if keeps else self._post_forward_mesh
 
     def update_dtypes(self) -> None:
-        """Take notice of parameters that have been frozen or unfrozen since the last batch."""
+        """Update the dtypes after parameters have been frozen or unfrozen since the last batch."""
         self._group._init_mp_dtypes()
         for each in self._group.fsdp_params:
             if hasattr(each, "_unsharded_param"):
@@ -87,7 +87,7 @@ class ParameterGroup:
             self._group._init_reduce_scatter_param_order()
 
     def accumulate_wide(self) -> None:
-        """Accumulate gradients of weight backwards, which no hook of FSDP2 sees, in the dtype of the reduction."""
+        """Accumulate gradients of weight backwards, which no hook of FSDP2 handles, in the dtype of the reduction."""
         for each in self._group.fsdp_params:
             if each.reduce_dtype is not None and hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad_dtype = each.reduce_dtype
@@ -110,7 +110,7 @@ class ParameterGroup:
 
 
 def parameter_groups(unit: FSDPModule) -> list[ParameterGroup]:
-    """Return the groups of a unit: none if it has no parameters of its own, several if they lie on several meshes."""
+    """Return the groups of a unit: none if it has no parameters of its own, several if they are on several meshes."""
     return [ParameterGroup(group) for group in _groups(_state_of(unit))]
 
 
@@ -152,7 +152,7 @@ class Root:
 def roots(units: Sequence[FSDPModule]) -> list[Root]:
     """Return the outermost ones of these units, each before the units inside, as in `Module.modules()`.
 
-    They are initialised as the first forward would: each takes the units inside as its own.
+    They are initialised as in the first forward: each takes over the units inside.
     """
     found = []
     for unit in units:
@@ -175,7 +175,7 @@ def forget_forward(units: Iterable[FSDPModule]) -> None:
 
 
 def reset(units: Sequence[FSDPModule]) -> None:
-    """Forget a forward or backward that an exception has ended, and reshard. Local: waits for no message."""
+    """Forget a forward or backward that an exception has ended, and reshard. Local; it does not wait for messages."""
     for unit in units:
         state = _state_of(unit)
         state._training_state = type(state._training_state).IDLE

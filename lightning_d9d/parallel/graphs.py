@@ -1,13 +1,14 @@
 """Launches all kernels of a block at once, as CUDA graphs, for steps that wait for the host.
 
 Each block gets an attribute `forward`, as in `compiling`. The first call with tensors of a form captures the block's
-forward and backward. Later calls copy their tensors to where the captured kernels read, and launch the graph.
+forward and backward. Later calls copy their tensors to the addresses that the captured kernels read, and launch the
+graph.
 
-[Note: what a graph holds] A graph has the addresses of its tensors. A block is captured again where weights have moved
+[Note: what a graph holds] A graph has the addresses of its tensors. A block is captured again if weights have moved
 since, or have become trainable. The graph holds one copy of the tensors that the forward saves for the backward. A
-second forward overwrites it, and so does the backward. So the backward of an earlier forward is refused, and so is a
-second backward of one forward. Results and gradients are copied out, since a caller may keep them. The decisions of
-Python code are in a graph as well. Forwards while a part of the block is not trained, or counts no tokens
+second forward overwrites this copy, and so does the backward. So the backward of an earlier forward is refused, and so
+is a second backward of one forward. Results and gradients are copied out, because a caller may keep them. The decisions
+of Python code are part of a graph, too. Forwards while a part of the block is in `eval()`, or counts no tokens
 (`lightning_d9d.pipeline.CountsTokens`), are another form.
 
 A captured block has no weight phase in split backwards, like a compiled one.
@@ -35,7 +36,7 @@ from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
 
 MAX_FORMS = 8
-"""The number of forms of its inputs that a block is captured for; others run without graphs."""
+"""The number of input forms for which a block is captured; others run without graphs."""
 _NUM_WARM_UPS = 2
 """Runs before a capture: kernels are compiled and chosen, and workspaces allocated, when they first run."""
 
@@ -48,7 +49,7 @@ def capture_blocks(
     Losses and gradients are those of the uncaptured module. Dropout draws other numbers. Each block keeps the memory of
     its activations for each form of its inputs (shapes, dtypes, which of them require gradients), up to eight. The
     forward must not wait for the device or for other ranks. It may only compute from its arguments, parameters and
-    buffers, and change buffers in place. Anything else happens only when it is captured. Results cannot be
+    buffers, and change buffers in place. Anything else happens only during the capture. Results cannot be
     differentiated twice.
 
     Args:
@@ -59,7 +60,7 @@ def capture_blocks(
 
     Raises:
         ConfigError: The module has neither blocks nor lists of modules. Ranks do not hold whole models. Routers have a
-            loss over several ranks. Or a block has a `forward` of its own, beside that of its class. In the first
+            loss over several ranks. Or a block instance has its own `forward` beside that of its class. In the first
             training step: a block cannot be captured, or a parameter has a hook, which would change its gradient twice.
     """
     restore_forwards(module, _forward)
@@ -68,7 +69,7 @@ def capture_blocks(
         return
     if mesh is not None and mesh.config.world_size != mesh.config.data_parallel_replicate:
         raise ConfigError(
-            f"ParallelConfig.cuda_graphs=True takes ranks that hold the whole model, each for itself: "
+            "ParallelConfig.cuda_graphs=True needs the whole model on each rank: "
             f"data_parallel_replicate={mesh.config.data_parallel_replicate} must be the number of ranks, "
             f"{mesh.config.world_size}"
         )
@@ -79,7 +80,7 @@ def capture_blocks(
     ):
         raise ConfigError(
             "ParallelConfig.cuda_graphs=True: routers have a loss over several ranks "
-            "(BalanceConfig.global_batch_loss); leave out one of them, or take sequence_loss or bias_rate"
+            "(BalanceConfig.global_batch_loss). Leave out one of them, or use sequence_loss or bias_rate"
         )
     blocks = list(blocks_of(module, parallel.shard_blocks) if blocks is None else blocks)
     check_blocks(module, blocks, "ParallelConfig.cuda_graphs=True")
@@ -87,7 +88,7 @@ def capture_blocks(
 
 
 def release_graphs(module: nn.Module) -> None:
-    """Free the memory of all captured graphs of a module; a next call captures again. Local."""
+    """Free the memory of all captured graphs of a module; the next call captures again. Local."""
     for part in module.modules():
         _captured.pop(part, None)
 
@@ -112,8 +113,8 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if hooked := [name for name, weight in block.named_parameters() if weight._backward_hooks]:
             raise ConfigError(
                 f"ParallelConfig.cuda_graphs=True: {hooked[0]} of a {type(block).__name__} has a hook "
-                "(Tensor.register_hook), which would change its gradient in the graph and once more behind it; set it "
-                "to False, or take register_post_accumulate_grad_hook"
+                "(Tensor.register_hook), which would change its gradient twice: in the graph and after it. Set "
+                "cuda_graphs=False, or use register_post_accumulate_grad_hook"
             )
 
         def call(inputs: Sequence[Tensor]) -> Any:
@@ -134,9 +135,9 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise
         except RuntimeError as error:
             raise ConfigError(
-                f"ParallelConfig.cuda_graphs=True: a {type(block).__name__} cannot be captured; set it to False, or "
-                "look for what waits for the device, as products of experts in float32 do, and blocks whose results "
-                f"need no gradient: {error}"
+                f"ParallelConfig.cuda_graphs=True: a {type(block).__name__} cannot be captured. Set it to False, or "
+                "remove operations that wait for the device, such as products of experts in float32. A block whose "
+                f"results need no gradient cannot be captured either: {error}"
             ) from error
     captured = graphs[form]
     results = iter(_Replay.apply(captured, *tensors, *weights))
@@ -144,7 +145,7 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _form(block: nn.Module, leaves: Sequence[Any], structure: Any) -> tuple[Any, ...]:
-    """Return everything a block's graph depends on beside the values of tensors; each form has its own graph."""
+    """Return everything except the values of tensors on which a block's graph depends; each form has its own graph."""
     return (
         structure,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
@@ -161,7 +162,7 @@ class _Graphs:
     Args:
         call: The function.
         tensors: Its arguments.
-        weights: Other tensors that it computes gradients of.
+        weights: Other tensors whose gradients it computes.
         buffers: Buffers that it may change; the capture restores their values.
     """
 
@@ -224,9 +225,9 @@ class _Replay(torch.autograd.Function):
             )
         if ctx.number != captured.num_forwards:
             raise RuntimeError(
-                "this block ran again before the backward of this call, or this backward has run before, and overwrote "
-                "what it needs: with ParallelConfig.cuda_graphs each forward of a block must be followed by one "
-                "backward; set it to False"
+                "this block ran again before the backward of this call, or this backward ran before, and overwrote "
+                "the tensors that this one needs. With ParallelConfig.cuda_graphs exactly one backward must follow "
+                "each forward of a block; set it to False"
             )
         ctx.number = None
         given = [g for g, does in zip(gradients, captured.are_differentiable, strict=True) if does]
@@ -240,4 +241,5 @@ def _differentiable(results: Iterable[Any]) -> list[Tensor]:
 
 
 _captured: WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, _Graphs]]] = WeakKeyDictionary()
-"""The addresses of each block's weights, and its graphs by form. Kept outside of blocks: copies share nothing."""
+"""The addresses of each block's weights, and its graphs by form. It is kept outside of blocks, because copies share
+nothing."""

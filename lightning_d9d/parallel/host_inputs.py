@@ -1,7 +1,7 @@
 """Keeps inputs of recomputed blocks in host memory until their backward.
 
 [Note: copies beside the computation] A block's input is copied to pinned memory when its forward begins. Copies have a
-stream of their own, which waits for the stream that made the input. When a backward reaches a block, its input is
+separate stream, which waits for the stream that computed the input. When a backward reaches a block, its input is
 copied back. The copy for the previous block begins then, and continues while this block is recomputed. So two inputs
 are on the device at a time, and only the copy for a batch's last block is waited for. Memory that both streams use is
 reused when both are done with it.
@@ -20,11 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Waiting:
-    """A tensor that waits in host memory.
+    """A tensor that is kept in host memory.
 
     Args:
         tensor: A tensor on any device.
-        before: The tensor that was sent before it, and is needed after it.
+        before: The tensor that was sent before this one, and is needed after it.
     """
 
     def __init__(self, tensor: Tensor, before: weakref.ref[_Waiting] | None) -> None:
@@ -78,7 +78,7 @@ _latest: weakref.ref[_Waiting] | None = None
 
 
 def inputs_on_host(inputs: Collection[object]) -> AbstractContextManager[object]:
-    """Keep the inputs of a checkpoint, opened inside, in host memory. [Note: copies beside the computation].
+    """Keep the inputs of a checkpoint in the block in host memory. See [Note: copies beside the computation].
 
     Args:
         inputs: Inputs of the checkpoint. Tensors that require a gradient are sent; others, such as tables that all

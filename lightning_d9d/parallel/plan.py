@@ -1,4 +1,4 @@
-"""Defines who sums each gradient over the ranks that have a part in it: one table for all kinds of parallelism.
+"""Defines who sums each gradient over its ranks: one table for all kinds of parallelism.
 
 Tokens are split over the ranks of a pipeline stage. The gradient of the whole batch is the sum of the contributions of
 all ranks' tokens. So each parameter's gradient must be summed exactly once over every axis of the ranks. With tensor
@@ -39,7 +39,7 @@ class ShardingKind(StrEnum):
 
 
 NOT_TENSOR_SHARDED = (ShardingKind.REPLICATED, ShardingKind.FULLY_SHARDED)
-"""Kinds where all tensor ranks have the same parameter, or the same shard of it."""
+"""Kinds for which all tensor ranks have the same parameter, or the same shard of it."""
 
 
 class Summed(StrEnum):
@@ -130,7 +130,7 @@ def sharding_kind(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> 
         return kind
     raise ConfigError(
         f"a parameter of shape {tuple(parameter.shape)} is a DTensor placed {parameter.placements} on the axes "
-        f"{', '.join(axes)}, and nothing would sum its gradient over the data-parallel ranks: apply fully_shard too"
+        f"{', '.join(axes)}, so nothing would sum its gradient over the data-parallel ranks. Apply fully_shard too"
     )
 
 

@@ -1,33 +1,33 @@
-"""Finds modules that mix the tokens of a rank alone, where ranks share sequences.
+"""Finds modules that mix only the tokens of their own rank, although ranks share sequences.
 
-Attention, a convolution or a mean may not be made for shared sequences. It then sees the tokens of its own rank alone,
-and counts places from the first of those. Nothing fails, and the loss is that of another model. So stages run once more
-before the first batch, on a microbatch of it, in these ways:
+Attention, a convolution or a mean may not support shared sequences. It then sees only the tokens of its own rank, and
+counts places from the first of these. Nothing fails, but the loss is that of another model. So before the first batch,
+stages run once more on one of its microbatches, in these ways:
 
-1. As it is, to see what comes out of modules that are made for shards of sequences.
-2. With NaN in the numbers of one token. Modules made for shards give random numbers in place of results, with NaN for
-   that token. If another token becomes NaN, the innermost module whose output shows it mixes tokens. NaN survives
-   masks that multiply, and weights that are zero.
+1. Unchanged, to record the outputs of modules that support shards of sequences.
+2. With NaN in the numbers of one token. Modules that support shards return random numbers as results, with NaN for that
+   token. If another token becomes NaN, the innermost module whose output shows it mixes tokens. NaN survives masks that
+   multiply, and weights that are zero.
 3. With NaN in the numbers of all tokens. A module may return a matrix of one vector for each row. NaN in it shows that
-   the vectors come from the tokens of its own rank: their mean, or the last of them. Losses, numbers or one number for
-   each row, may be summed.
-4. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
-   its input depends on the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
+   the vectors are computed from the tokens of its own rank: their mean, or the last of them. Losses, numbers or one
+   number for each row, may be summed.
+4. With the same numbers on all ranks, in both orders of tokens. A module whose output is not reversed with its input
+   depends on the places of tokens. If its output is the same on all ranks, each rank counts places from 0.
    `microbatch_inputs` is checked in the same way.
-5. The last stage, `microbatch_loss` and `microbatch_metrics`, with every second token replaced by that of the reversed
-   order, with the other tokens replaced, and with all. A sum over pairs of a token and its label changes by as much in
-   the third run as in the first two together. A loss that shifts labels does not, nor does a mean over
-   tokens. A number that is the same in all runs, such as the share of rows in which every token is right, shows
+5. The last stage, `microbatch_loss` and `microbatch_metrics` run three times. First every second token is replaced by
+   that of the reversed order, then the other tokens are, then all. A sum over pairs of a token and its label changes by
+   as much in the third run as in the first two together. A loss that shifts labels does not, and neither does a mean
+   over tokens. A number that is the same in all runs, such as the share of rows in which every token is right, shows
    nothing.
 
 Ranks compute some results together: with `gather_dim` and the like, `TokenShard` and torch's functional collectives.
-Others they will sum (`TokenShard.summand`). The checks replace NaN in these results by numbers, or all their numbers by
-random ones that differ between ranks. So nothing that is computed from them is noticed.
+Other results they will sum later (`TokenShard.summand`). The checks replace NaN in these results by numbers, or all
+their numbers by random ones that differ between ranks. So nothing that is computed from them is reported.
 
-Modules that ask other ranks in other ways have an attribute `takes_sharded_sequences = True`. Two runs with NaN on the
+Modules that communicate in other ways have an attribute `takes_sharded_sequences = True`. Two runs with NaN on the
 first rank check this. Such a module passes if NaN in the middle token reaches no other token of the first rank. It also
 passes if NaN in all tokens reaches a token of another rank. The same holds for subclasses of this package's modules
-that have a forward of their own.
+that have their own forward.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ _MIXES = "mixes the tokens of its own rank alone"
 _POOLS = "makes a vector for each row from the tokens of its own rank alone"
 _BY_PLACES = "counts the places of tokens from the first one of its own rank"
 _MOST_CHANGE = 2**-5
-"""The most that a token's numbers may differ, relative to the largest, in different rows of a matrix."""
+"""The largest difference of a token's numbers, relative to the largest, in different rows of a matrix."""
 _MOST_ROUNDING = 2**-16
-"""The most that sums over all tokens may differ, relative to the largest, in float32; 8 eps in narrower dtypes."""
+"""The largest difference of sums over all tokens, relative to the largest, in float32; 8 eps in narrower dtypes."""
 _SAME = 2**-20
-"""The most that sums of the same numbers may differ on two ranks, relative to the largest."""
+"""The largest difference of sums of the same numbers on two ranks, relative to the largest."""
 
 
 class _FoundError(Exception):
@@ -111,15 +111,15 @@ def probe(
 
     Args:
         stage: A stage with values, spread over the ranks, inside `apart`.
-        args: The positional arguments of its coming call.
+        args: The positional arguments of its next call.
         kwargs: The keyword arguments.
         mesh: The mesh of all ranks.
-        axis: How to find the tokens in these.
-        modes: Which of its modules train. In training norms over tokens mix, and dropout does not.
+        axis: Finds the tokens in these.
+        modes: The modules that are in training mode. In training, norms over tokens mix; dropout does not.
         loss: Loss and metrics, for the last stage.
 
     Raises:
-        ConfigError: A module, which the error names, does; on all ranks that share sequences.
+        ConfigError: A module, which the error names, mixes or counts tokens; raised on all ranks that share sequences.
     """
     made = _outermost(stage, _is_made_for_shards)
     results = _Results(axis, made)
@@ -153,11 +153,11 @@ def _named(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
         name = next((name for name, module in stage.named_modules() if module is found.module), "")
         where = f"{name or 'the stage'} ({class_name(found.module)})"
         raise ConfigError(
-            f"{where} {found.what}, but each rank has a part of each sequence "
-            f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Take "
-            "lightning_d9d.modules.GroupedQueryAttention, spread by lightning_d9d.parallel.shard_context and "
-            "shard_tensors, for attention, positions from TokenShard.of(mesh), and its methods whole and sum for what "
-            "sees several tokens. If it asks the other ranks itself, give its class takes_sharded_sequences = True"
+            f"{where} {found.what}, but each rank has a part of each sequence (context_parallel={mesh.sizes[Axis.CP]}, "
+            f"tensor_parallel={mesh.sizes[Axis.TP]}). For attention use lightning_d9d.modules.GroupedQueryAttention, "
+            "spread by lightning_d9d.parallel.shard_context and shard_tensors. Take positions from "
+            "TokenShard.of(mesh), and use its methods whole and sum if a module needs several tokens. If the module "
+            "communicates with other ranks itself, give its class takes_sharded_sequences = True"
         ) from None
 
 
@@ -177,13 +177,13 @@ def _says_so(module: nn.Module) -> bool:
 
 
 def _must_show(module: nn.Module) -> bool:
-    """Return whether a class says that it asks other ranks, or is one of ours with a user's own forward."""
+    """Return whether a class declares that it communicates, or is one of ours with a user's own forward."""
     has_own_forward = type(module).forward not in (GroupedQueryAttention.forward, SparseMoE.forward)
     return _says_so(module) or (_is_ours(module) and has_own_forward)
 
 
 def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """Return the modules that fulfil the condition, without those inside another one that does."""
+    """Return the modules that fulfil the condition, without those inside another such module."""
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -199,9 +199,9 @@ def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn
 
 @contextmanager
 def apart(stages: nn.Module) -> Generator[Mapping[nn.Module, bool]]:
-    """Run forwards that leave nothing behind: no gradients, dropout, compiled code, random numbers or changed buffers.
+    """Run forwards that leave no trace: no gradients, dropout, compiled code, random numbers or changed buffers.
 
-    Yields for each module whether it trains otherwise.
+    It yields for each module whether it normally trains.
     """
     modes = {module: module.training for module in stages.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in stages.buffers()]
@@ -231,7 +231,7 @@ def _in_modes(modes: Mapping[nn.Module, bool]) -> Generator[None]:
 
 @contextmanager
 def _forwards(modules: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]) -> Generator[None]:
-    """Replace the forwards of modules by the results of `make` while open."""
+    """Replace the forwards of modules by the results of `make` inside the block."""
     before = [(module, vars(module).get("forward")) for module in modules]
     replaced = [make(module) for module in modules]
     for module, forward in zip(modules, replaced, strict=True):
@@ -246,13 +246,16 @@ def _forwards(modules: Sequence[nn.Module], make: Callable[[nn.Module], Callable
 
 
 class _Declared:
-    """Checks whether modules that claim to ask other ranks do so."""
+    """Checks whether modules that claim to communicate do so."""
 
     def __init__(self, axis: TokenAxis, mesh: MeshDomains) -> None:
         self.axis, self.mesh = axis, mesh
 
     def check(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run a module twice more, with NaN on the first rank. Collective over ranks that share sequences."""
+        """Run a module twice more, with NaN on the first rank.
+
+        Collective over ranks that share sequences.
+        """
         on_first = self.mesh.coordinates[Axis.CP] == self.mesh.coordinates[Axis.TP] == 0
 
         def outputs(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -269,7 +272,7 @@ class _Declared:
 
 
 class _Results:
-    """Keeps the forms of results of modules made for shards; random numbers of the same shapes replace them later."""
+    """Keeps the shapes of results of modules that support shards; random numbers replace the results later."""
 
     def __init__(self, axis: TokenAxis, made: Sequence[nn.Module]) -> None:
         self.axis, self.made = axis, made
@@ -277,7 +280,7 @@ class _Results:
 
     @contextmanager
     def kept(self, declared: _Declared) -> Generator[None]:
-        """Run the modules and note their results while open."""
+        """Run the modules and record their results inside the block."""
 
         def make(module: nn.Module) -> Callable[..., Any]:
             forward = module.forward
@@ -296,7 +299,7 @@ class _Results:
 
     @contextmanager
     def in_place_of_modules(self, change: Callable[[Any], Any]) -> Generator[None]:
-        """Make the modules return random numbers, the same each time, changed by `change`, while open."""
+        """Make the modules return random numbers, the same each time, changed by `change`, inside the block."""
         generators: dict[torch.device, torch.Generator] = {}
 
         def random(x: Any) -> Any:
@@ -320,7 +323,7 @@ def _without_numbers(x: Any) -> Any:
 
 
 class _Changed(TorchFunctionMode):
-    """Changes the numbers that are looked up for tokens, and those that ranks compute together."""
+    """Changes the values that are looked up for tokens, and those that ranks compute together."""
 
     def __init__(self, looked_up: Callable[[Any], Any], together: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -447,9 +450,9 @@ def _check_loss(
     places = torch.stack(alike).all(0)
     for name, mixes_tokens, goes_by_places in zip(names, mixing.tolist(), places.tolist(), strict=True):
         if mixes_tokens:
-            raise _loss_error(name, "is not a sum of what each token has with its label", mesh)
+            raise _loss_error(name, "is not a sum over pairs of a token and its label", mesh)
         if goes_by_places:
-            raise _loss_error(name, "goes by the places of tokens, counted from the first one of its own rank", mesh)
+            raise _loss_error(name, "depends on the places of tokens, counted from the first one of its own rank", mesh)
 
 
 def _loss_error(name: str, what: str, mesh: MeshDomains) -> ConfigError:
@@ -471,10 +474,10 @@ def check_inputs(
         microbatch: A microbatch with this rank's tokens.
         name: The name of `inputs_of`, for the error.
         mesh: The mesh of all ranks.
-        axis: How to find the tokens.
+        axis: Object that finds the tokens.
 
     Raises:
-        ConfigError: An input counts tokens on one rank alone; on all ranks that share sequences.
+        ConfigError: An input counts tokens on one rank alone; raised on all ranks that share sequences.
     """
     same = _of_first_rank(microbatch, mesh)
     seen: list[dict[str, list[Tensor]]] = []
@@ -490,8 +493,8 @@ def check_inputs(
             raise ConfigError(
                 f"{key!r}, which {name} makes, {_BY_PLACES}, but each rank has a part of each sequence "
                 f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Take positions from "
-                "TokenShard.of(mesh), or make what goes by the order of tokens in prepare_batch, where sequences are "
-                "whole, and name it in sequence_dims"
+                "TokenShard.of(mesh). Or compute values that depend on the order of tokens in prepare_batch, where "
+                "sequences are whole, and name them in sequence_dims"
             )
 
 
@@ -515,7 +518,10 @@ def _are_close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
-    """Return copies with the numbers of the first of the ranks that share sequences. Collective over them."""
+    """Return copies with the numbers of the first of the ranks that share sequences.
+
+    Collective over them.
+    """
     copied = mapped(lambda x: x.detach().clone(), tree)
     for axis in (Axis.CP, Axis.TP):
         if mesh.sizes[axis] > 1:

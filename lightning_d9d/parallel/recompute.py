@@ -1,24 +1,24 @@
 """Recomputes activations in the backward instead of keeping them from the forward.
 
 [Note: what is recomputed] A recomputed module runs under `torch.utils.checkpoint` (the non-reentrant one), which keeps
-its inputs. The first of its nodes that the backward reaches runs its forward again, up to the last tensor that some
-node has saved. An attribute `forward` of the module does it, so parameters keep their names. Hooks around `forward` run
-once. So FSDP2 gathers a recomputed block for its recomputation and keeps it for its backward. It treats units inside a
-block, such as experts, in the same way.
+its inputs. The first of its nodes that the backward reaches runs its forward again, up to the last tensor that any node
+has saved. An attribute `forward` of the module implements this, so parameters keep their names. Hooks around `forward`
+run once. So FSDP2 gathers a recomputed block for its recomputation and keeps it for its backward. It treats units
+inside a block, such as experts, in the same way.
 
-*Random numbers* of the forward repeat. The generators' states are always saved, since nobody knows beforehand whether a
-module draws. This is a small part of a block's time on the host.
+*Random numbers* of the forward repeat. The generators' states are always saved, because it is unknown beforehand
+whether a module draws. This is a small part of a block's time on the host.
 
-*Split backwards* recompute once, in the input backward. Weight gradients wait as they do without recomputation
+*Split backwards* recompute once, in the input backward. Weight gradients are deferred as without recomputation
 (`lightning_d9d.ops.weight_gradients`): products keep their inputs, now the recomputed ones, for the weight backward. So
 between its two backwards a microbatch is as large as without recomputation.
 
-[Note: what is kept] "selective" keeps the results of some ops, in the order of their calls. It returns them in the
-recomputation, which makes the same calls in the same order. It keeps no result that the recomputation does not need.
-These are the results made after the last tensor that is saved, and the latest one before if nothing has read it by
-then. In a mixture of experts these are the tokens that come back from other ranks and the last product's results, its
-largest tensors. Results that are modified in place are recomputed. So is attention with dropout: if it were left out,
-later modules would draw other random numbers.
+[Note: what is kept] "selective" keeps the results of some ops, in the order of their calls. In the recomputation, which
+makes the same calls in the same order, it returns the kept results. It keeps no result that the recomputation does not
+need. These are the results computed after the last tensor that is saved, and the latest one before if nothing has read
+it by then. In a mixture of experts these are the tokens that come back from other ranks and the last product's results,
+its largest tensors. Results that are modified in place are recomputed. Attention with dropout is recomputed, too:
+without it, later modules would draw other random numbers.
 """
 
 from __future__ import annotations
@@ -92,20 +92,20 @@ def recompute_activations(
 ) -> None:
     """Drop the activations of parts of a module and recompute them in the backward, in place.
 
-    Results and gradients stay the same, bit by bit where ops are deterministic, and so do names of parameters. Without
-    grad mode nothing is recomputed. Copies of the module recompute as well. A further call replaces an earlier one.
-    Nothing is communicated. See [Note: what is recomputed].
+    Results and gradients stay the same, bitwise if ops are deterministic, and so do names of parameters. Without grad
+    mode nothing is recomputed. Copies of the module recompute as well. A further call replaces an earlier one. Nothing
+    is communicated. See [Note: what is recomputed].
 
     Args:
         module: Any module.
-        parallel: `parallel.recompute` selects what is recomputed; "none" undoes an earlier call.
+        parallel: `parallel.recompute` selects the activations; "none" undoes an earlier call.
         blocks: Parts of the module, in order; by default those that `blocks_of` finds with `parallel.shard_blocks`.
-            Of these "every_2" takes the first, the third and so on. "3_of_4" leaves out the fourth, the eighth and so
-            on.
+            From these, "every_2" takes the first, the third and so on. "3_of_4" leaves out the fourth, the eighth and
+            so on.
         attention: Classes of the modules that "attention" recomputes, wherever they are in the module.
 
     Raises:
-        ConfigError: The module has nothing of the kind that is to be recomputed.
+        ConfigError: The module has nothing of the selected kind.
     """
     for part in module.modules():
         keep_activations(part)
@@ -122,7 +122,7 @@ def recompute_activations(
     if kind == "attention" and not chosen and (blocks or not has_lists(module)):
         classes = " or ".join(each.__name__ for each in attention)
         raise ConfigError(
-            f"ParallelConfig.recompute='attention': {type(module).__name__} has no {classes}; name the class of its "
+            f"ParallelConfig.recompute='attention': {type(module).__name__} has no {classes}. Name the class of its "
             "attention, in recompute_activations(module, parallel, attention=(MyAttention,)), or choose another kind"
         )
     if kind != "attention":
@@ -132,7 +132,7 @@ def recompute_activations(
 
 
 def keep_activations(module: nn.Module) -> None:
-    """Undo `recompute_activations` for one module, not for those inside."""
+    """Undo `recompute_activations` for one module, but not for those inside."""
     forward = vars(module).get("forward")
     if isinstance(forward, partial) and forward.func is _forward:
         _, replaced, _ = forward.args
@@ -164,7 +164,7 @@ class _Result(NamedTuple):
     reshaped: list[Tensor]
     """Results of `_unsafe_view` of the value: they share its memory, but have their own version counters."""
     versions: list[int]
-    """Versions that the tensors in the value, and then those in `reshaped`, had when they were made."""
+    """Versions of the tensors in the value, and then of those in `reshaped`, when they were computed."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -201,7 +201,7 @@ class _Kept:
         self._is_unread = all(type(tensor) is Tensor for tensor in result.tensors)
 
     def reshape(self, source: Any, reshaped: Tensor) -> bool:
-        """Note a result of `_unsafe_view`, which ends products of more than two dims; False if not of the latest."""
+        """Record a result of `_unsafe_view`, which ends products of three or more dims; False if not of the latest."""
         if not (self.results and any(source is tensor for tensor in self.results[-1].tensors)):
             return False
         self.results[-1].reshaped.append(reshaped)
@@ -209,11 +209,11 @@ class _Kept:
         return True
 
     def read(self) -> None:
-        """Note that an op has run, which may have read the latest result."""
+        """Record that an op has run, which may have read the latest result."""
         self._is_unread = False
 
     def saved(self, tensor: Tensor) -> None:
-        """Note that a tensor is saved for the backward, so the recomputation reaches this point."""
+        """Record that a tensor is saved for the backward, so the recomputation reaches this point."""
         if self._is_unread and self._may_be_latest(tensor):
             self._is_unread = False
         self._num_needed = len(self.results) - self._is_unread
@@ -234,14 +234,14 @@ class _Kept:
             self.results.append(results[self._num_needed].map(_of_no_memory))
 
     def take(self, op: object) -> _Result | None:
-        """Return the next result; None where it must be recomputed."""
+        """Return the next result; None if it must be recomputed."""
         if not self.results:
             return None
         result = self.results.popleft()
         if result.op is not op:
             raise RuntimeError(
-                f"a recomputed module called {op} where its forward had called {result.op}: what it does must not "
-                "depend on anything that changes between forward and backward"
+                f"a recomputed module called {op}, but its forward had called {result.op}: its calls must not depend "
+                "on anything that changes between forward and backward"
             )
         return None if result.is_modified else result
 

@@ -1,17 +1,17 @@
-"""Implements tensor parallelism with sequence parallelism: ranks shard matrices, and sequences between them.
+"""Tensor parallelism with sequence parallelism: ranks shard matrices, and sequences between them.
 
 [Note: who holds which tokens] Between sharded modules, each rank of the tensor axis holds a slice of the rows' tokens.
 Slices follow the order of ranks. Norms, residuals, routers and experts work on the slice. Between pipeline stages each
 rank sends its own slice. A sharded module *gathers* the tokens of all slices, computes with its shard of the matrices,
 and *scatters*. The scatter sums the results of all ranks, and each rank keeps its slice of the sum. There is one
-message each way. In the backward the two change places.
+message each way. In the backward, gather and scatter are exchanged.
 
 [Note: gradients] All ranks of the axis compute one loss together. A sharded parameter has seen the tokens of all
-slices: its gradient is complete. A parameter that is not sharded, such as a norm's, has seen those of this rank's slice
-or heads. Its gradient is summed over the axis with those of all other ranks.
+slices: its gradient is complete. A parameter that is not sharded, such as a norm's, has seen only this rank's slice or
+heads. Its gradient is summed over the axis with those of all other ranks.
 
 [Note: adapters] A low-rank adapter beside a sharded weight is sharded in the same dim: its `b` with the outputs, its
-`a` with the inputs. Its other matrix is whole on each rank, which has a summand of the gradient.
+`a` with the inputs. The adapter's other matrix is whole on each rank, which has a summand of the gradient.
 
 [Note: shared heads] With more ranks than heads of keys and values, several ranks hold the same heads. Then the axis is
 split into `tp_shard` and `tp_replicate` (`MeshDomains.split_tensor`), for all weights of the model.
@@ -50,10 +50,10 @@ _SEQUENCE = 1
 def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
     """Shard attention, dense MLPs, embedding and head of a module over the tensor axis, in place.
 
-    Between these, activations hold this rank's slice of the tokens. [Note: who holds which tokens]. Mixtures of experts
-    stay whole: they compute for their slice alone. With one rank nothing is done. Collective over all ranks: each
-    shards the same. For stages of a `D9DModule`: a plain LightningModule does not sum the gradients of parameters that
-    are not sharded over these ranks.
+    Between these, activations hold this rank's slice of the tokens. See [Note: who holds which tokens]. Mixtures of
+    experts stay whole: they compute only for their slice. With one rank nothing is done. Collective over all ranks:
+    each shards the same. For stages of a `D9DModule`: a plain LightningModule does not sum the gradients of parameters
+    that are not sharded over these ranks.
 
     Args:
         module: A module on the meta device, or with equal values on all ranks. Its data is not sharded yet.
@@ -75,7 +75,7 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
                 shard_mlp(part, mesh)
             case SplitTokenEmbedding() | SplitLMHead():
                 raise ConfigError(
-                    f"a vocabulary in parts (vocab_splits: {', '.join(part)}) is not sharded over the ranks of "
+                    f"a vocabulary in parts (vocab_splits: {', '.join(part)}) cannot be sharded over the ranks of "
                     f"tensor_parallel={mesh.sizes[Axis.TP]}; leave one of the two out"
                 )
             case TokenEmbedding():
@@ -85,17 +85,17 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
 
 
 def split_for_heads(stages: Iterable[nn.Module], mesh: MeshDomains) -> None:
-    """Split the tensor axis as attention on any rank needs it. [Note: shared heads]. Collective over all ranks.
+    """Split the tensor axis as attention on any rank needs it. See [Note: shared heads]. Collective over all ranks.
 
-    Use it for a mesh that is new to the stages, which are sharded over another one or not at all. `shard_tensors` does
-    it by itself where all ranks call it for equal modules, unlike those of a pipeline.
+    Use it if the mesh is new to the stages, which are sharded over another mesh or not at all. `shard_tensors` does
+    this itself if all ranks call it for equal modules, unlike those of a pipeline.
 
     Args:
         stages: This rank's stages.
         mesh: The mesh of all ranks.
 
     Raises:
-        ConfigError: The numbers of heads need different splits; on every rank.
+        ConfigError: The numbers of heads need different splits; raised on every rank.
     """
     if mesh.sizes[Axis.TP] > 1:
         _split(set().union(*all_gather_object(_heads_of(stages))), mesh)
@@ -114,7 +114,7 @@ def _split(numbers_of_heads: Iterable[int], mesh: MeshDomains) -> None:
 
 
 def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None:
-    """Give each rank some heads. [Note: shared heads]. Collective over all ranks.
+    """Give each rank some heads. See [Note: shared heads]. Collective over all ranks.
 
     Raises:
         ConfigError: The ranks cannot share the query heads evenly, or they cannot share the heads of keys and values.
@@ -127,7 +127,7 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
         legal = [n for n in divisors(num_heads) if num_key_value_heads % n == 0 or n % num_key_value_heads == 0]
         raise ConfigError(
             f"tensor_parallel={tp} and {num_key_value_heads} heads of keys and values (num_key_value_heads): one of "
-            f"the two must divide the other; with {num_heads} attention heads it can be {_listed(legal)}"
+            f"the two must divide the other. With {num_heads} attention heads, tensor_parallel can be {_listed(legal)}"
         )
     mesh.split_tensor(num_key_value_heads)
     gather_tokens(attention, mesh)
@@ -186,13 +186,13 @@ def gather_tokens(module: nn.Module, mesh: MeshDomains) -> None:
 
 
 def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | None = None) -> None:
-    """Give each rank some outputs of a linear layer, as torch's `ColwiseParallel`.
+    """Give each rank some outputs of a linear layer, like torch's `ColwiseParallel`.
 
-    Called with all tokens, it returns this rank's outputs.
+    When called with all tokens, the layer returns this rank's outputs.
 
     Args:
         module: The layer.
-        mesh: Of all ranks.
+        mesh: Mesh of all ranks.
         num_shards: The largest number of shards of the outputs; smaller than the number of ranks only after
             `MeshDomains.split_tensor` with this number.
     """
@@ -204,9 +204,9 @@ def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | Non
 
 
 def shard_rowwise(module: nn.Linear, mesh: MeshDomains) -> None:
-    """Give each rank some inputs of a linear layer, as torch's `RowwiseParallel`.
+    """Give each rank some inputs of a linear layer, like torch's `RowwiseParallel`.
 
-    Called with these inputs of all tokens, it returns this rank's slice of the tokens.
+    When called with these inputs of all tokens, the layer returns this rank's slice of the tokens.
     """
     _shard(module, "weight", mesh, 1)
     _shard_adapter(module, "a", mesh, 1)
@@ -228,7 +228,7 @@ def _shard(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shar
 def _shard_adapter(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shared: bool = False) -> None:
     """Shard the matrix of a layer's adapter that has the sharded dim of its weight. [Note: adapters].
 
-    The adapter's other matrix stays whole, and its product is a part of the same sum: nothing more is sent.
+    The adapter's other matrix stays whole, and its product is part of the same sum, so no further message is needed.
     """
     if (adapter := adapter_of(module)) is not None:
         _shard(adapter, name, mesh, dim, is_shared=is_shared)

@@ -16,7 +16,7 @@ from lightning_d9d.pipeline.trees import put_together, take_apart
 SEED = 20
 """The seed of random numbers that replace those of a batch."""
 _MOST_NUMBERS = 2**24
-"""The largest number of a tensor's numbers that are in float64 at once."""
+"""The largest number of elements of a tensor that are in float64 at once."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class TokenAxis:
         return TokenAxis(num_rows, frozenset(chunks | {num_tokens // tokens.num_slices}))
 
     def dim_of(self, x: Any) -> int | None:
-        """Return the dim of tokens: the first that fits behind the dim of rows, or dim 0, perhaps joined with rows.
+        """Return the dim of tokens: the first that fits after the dim of rows, or dim 0, perhaps joined with rows.
 
-        A matrix with a row for each token may be as wide as the number of tokens. Tensors without tokens give None. So
-        do DTensors: results that are computed with them belong to all ranks.
+        A matrix with a row for each token may be as wide as the number of tokens. Tensors without tokens give None.
+        DTensors also give None: results computed with them belong to all ranks.
         """
         if not isinstance(x, Tensor) or isinstance(x, nn.Parameter | DTensor):
             return None
@@ -54,13 +54,19 @@ class TokenAxis:
         return torch.arange(x.shape[dim], device=x.device) % length
 
     def with_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
-        """Return a copy with NaN for the tokens at these places. Values without tokens or floats stay."""
+        """Return a copy with NaN for the tokens at these places.
+
+        Values without tokens or floats are returned unchanged.
+        """
         if (dim := self.dim_of(x)) is None or not x.is_floating_point():
             return x
         return x.index_fill(dim, place(self.places(x, dim)).nonzero().flatten(), float("nan"))
 
     def reversed(self, x: Any) -> Any:
-        """Return a copy with the tokens of each row in the opposite order. Values without tokens stay."""
+        """Return a copy with the tokens of each row in the opposite order.
+
+        Values without tokens are returned unchanged.
+        """
         if (dim := self.dim_of(x)) is None:
             return x
         places = self.places(x, dim)
@@ -68,14 +74,17 @@ class TokenAxis:
         return x.index_select(dim, torch.arange(len(places), device=x.device) - places + (length - 1 - places))
 
     def exchanged(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
-        """Return a copy with the tokens at such places taken from the opposite order. Values without tokens stay."""
+        """Return a copy with the tokens at such places taken from the opposite order.
+
+        Values without tokens are returned unchanged.
+        """
         if (dim := self.dim_of(x)) is None:
             return x
         taken = place(self.places(x, dim))
         return torch.where(taken.view([-1 if each == dim else 1 for each in range(x.dim())]), self.reversed(x), x)
 
     def has_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> bool:
-        """Return whether some token at such a place has a NaN."""
+        """Return whether a token at one of these places has a NaN."""
         if (dim := self.dim_of(x)) is None or not x.is_floating_point():
             return False
         return bool(x.isnan().movedim(dim, 0).flatten(1).any(1)[place(self.places(x, dim))].any())
@@ -136,6 +145,6 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return the tree with each of its tensors replaced by what `change` makes of it."""
+    """Return the tree with each of its tensors replaced by the result of `change`."""
     tensors, skeleton = take_apart(tree)
     return put_together(skeleton, [change(tensor) for tensor in tensors])

@@ -77,7 +77,10 @@ class TokenShard:
         return self.sequence.join(gather_dim(chunks, dim, self.context_group), dim)
 
     def own_slice(self, chunks: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of the tokens of its chunks along `dim`, as it has it between modules. A view."""
+        """Return this rank's slice of the tokens of its chunks along `dim`, in the form used between modules.
+
+        A view.
+        """
         length = chunks.shape[dim] // self.num_slices
         return chunks.narrow(dim, self.slice_index * length, length)
 
@@ -93,7 +96,7 @@ class TokenShard:
     def sum(self, x: Tensor) -> Tensor:
         """Sum the results of each rank's slice over all ranks that share sequences. Collective over them.
 
-        Ranks with other chunks each have a loss of their own, to which the sum may belong; ranks with other slices
+        Ranks with different chunks each have their own loss, to which the sum may belong; ranks with different slices
         have one loss together. The gradients of summands are those of the sum of all losses.
         """
         if self.num_slices > 1:
@@ -106,7 +109,7 @@ class TokenShard:
     def summand(x: Tensor) -> Tensor:
         """Mark and return a result of one rank's tokens, which a later `sum` adds to those of the other ranks.
 
-        Between modules and stages, a sum over the tokens of one rank alone is refused without this.
+        Between modules and stages, a sum over the tokens of one rank alone is refused without this mark.
         """
         return handle_torch_function(TokenShard.summand, (x,), x) if has_torch_function_unary(x) else x
 
@@ -120,7 +123,7 @@ class TokenShard:
 
 
 def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:
-    """Return the number of tokens of a batch's sequences; 0 where it has none of the tensors in `dims`.
+    """Return the number of tokens of a batch's sequences; 0 if it has none of the tensors in `dims`.
 
     Raises:
         ConfigError: The batch is not a mapping, or its sequences have different lengths.
@@ -134,7 +137,7 @@ def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:
     if len({*lengths.values()}) > 1:
         raise ConfigError(
             f"the sequences of a batch have different lengths along sequence_dims: {lengths}; pad them to the longest, "
-            "or leave out of sequence_dims what has no tokens"
+            "or leave tensors without tokens out of sequence_dims"
         )
     return max(lengths.values(), default=0)
 
@@ -145,11 +148,11 @@ def own_chunks(
     """Return a batch with this rank's chunks of its sequences.
 
     Args:
-        batch: A mapping of tensors. Tensors in `dims` are sharded; the others stay.
+        batch: A mapping of tensors. Tensors in `dims` are sharded; the others do not change.
         dims: The dim of tokens in each tensor that has one. Names that the batch does not have are ignored.
         tokens: The tokens this rank holds.
-        padding: Sequences that cannot be shared evenly are padded at their end, with the number that is given here for
-            a name, or 0. With None they are refused.
+        padding: Sequences that cannot be shared evenly are padded at their end, with the number given here for a name,
+            or 0. With None they are refused.
 
     Raises:
         ConfigError: The batch is not a mapping or has none of the tensors. Or its sequences have different lengths, or
@@ -160,18 +163,20 @@ def own_chunks(
     length = sequence_length(batch, dims)
     if length == 0:
         raise ConfigError(
-            f"a batch has {', '.join(map(str, batch)) or 'nothing'}, and none of the tensors {', '.join(dims)} that "
-            "sequence_dims names, so there are no sequences for the ranks to share; name the batch's own tensors with "
-            "tokens there"
+            f"a batch has {', '.join(map(str, batch)) or 'nothing'}, but none of the tensors {', '.join(dims)} that "
+            "sequence_dims names. So it has no sequences to shard over ranks: name the batch's own token tensors in "
+            "sequence_dims"
         )
     missing = -length % tokens.multiple
     if missing and padding is None:
         raise ConfigError(
-            f"a batch has sequences of {length} tokens, which the ranks cannot share evenly: the length must be a "
+            f"a batch has sequences of {length} tokens, which the ranks cannot share evenly. The length must be a "
             f"multiple of {tokens.multiple} (tensor_parallel={tokens.num_slices}"
             + (f" x 2 x {tokens.sequence.size} ranks of context parallelism" if tokens.sequence.size > 1 else "")
-            + f"), such as {length - length % tokens.multiple or tokens.multiple} or {length + missing}. Have the data "
-            "make such sequences, or set ParallelConfig.pad_sequences"
+            + (
+                f"), such as {length - length % tokens.multiple or tokens.multiple} or {length + missing}. Make the "
+                "data have such sequences, or set ParallelConfig.pad_sequences"
+            )
         )
     own = dict(batch)
     for name in (name for name in dims if isinstance(batch.get(name), Tensor)):

@@ -1,7 +1,7 @@
-"""Choose what of a model is trained: adapters of low rank (`LoRA`), some parameters (`FullTune`), or both (`Stack`).
+"""Selects the trained parts of a model: adapters of low rank (`LoRA`), some parameters (`FullTune`), or both (`Stack`).
 
-`inject` gives a module what a method asks for and freezes the rest, before the module is sharded or compiled. `merge`
-adds adapters to weights, and `unmerge` takes them out again.
+`inject` adds the adapters of a method to a module and freezes the rest, before the module is sharded or compiled.
+`merge` adds adapters to weights, and `unmerge` removes them again.
 """
 
 from lightning_d9d.peft.files import load_adapter, save_adapter

@@ -42,25 +42,26 @@ def save_adapter(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapters of a model as a directory that Hugging Face's `peft` loads, and serving engines.
+    """Write the adapters of a model as a directory that Hugging Face's `peft` and serving engines can load.
 
-    All adapters get one scale: where theirs is another, `lora_B` is multiplied by the ratio. So readers that know no
-    scale of single layers compute the same. See [Note: adapters in files].
+    All adapters get one scale: if an adapter has another, its `lora_B` is multiplied by the ratio. So readers that do
+    not support a scale for single layers compute the same. See [Note: adapters in files].
 
-    Collective over the default process group where there is one. Each rank gathers all adapters of its stages.
+    Collective over the default process group if there is one. Each rank gathers all adapters of its stages.
 
     Args:
-        model: With adapters: whole, all stages of this rank, or a `D9DModule`. Names are those in the whole model.
-        directory: Does not exist yet, or is empty; as for `save_tensors`.
-        layout: Of experts: a tensor for each matrix of each expert, or "fused", as `peft` keeps them in memory.
-        base_model: Name or directory of the base model, which readers may ask for.
-        dtype: Of the file; None keeps that of the adapters.
-        overwrite: Replace an existing directory, with everything in it.
+        model: Model with adapters: whole, all stages of this rank, or a `D9DModule`. Names are those in the whole
+            model.
+        directory: Directory that does not exist yet, or is empty; as for `save_tensors`.
+        layout: Layout of experts: a tensor for each matrix of each expert, or "fused", as `peft` keeps them in memory.
+        base_model: Name or directory of the base model, which readers of the file may need.
+        dtype: Dtype of the file; None keeps that of the adapters.
+        overwrite: Whether to replace an existing directory, with everything in it.
 
     Raises:
-        ConfigError: The model has no adapters, or merged ones, or other parameters are trained too, which such a file
-            does not have. Or the layout is none of the two, or cannot be read by others.
-        StateError: The directory has files and `overwrite` is not set, or it cannot be written; on every rank.
+        ConfigError: The model has no adapters, or merged ones, or trains other parameters, too, which such a file
+            cannot contain. Or the layout is unknown, or other programs could not read it.
+        StateError: The directory has files and `overwrite` is not set, or it cannot be written; raised on every rank.
     """
     stages = stages_of(model)
     failure = f"adapters cannot be saved to {str(directory)!r}"
@@ -81,11 +82,11 @@ def save_adapter(
 def adapter_config(
     model: nn.Module | Sequence[nn.Module], failure: str, *, layout: Layout = "experts", base_model: str | None = None
 ) -> dict[str, Any]:
-    """Return the table of `adapter_config.json` for a model, or the errors of `save_adapter`. Collective.
+    """Return the table of `adapter_config.json` for a model, or raise the errors of `save_adapter`. Collective.
 
     Args:
         model: As for `save_adapter`.
-        failure: How an error begins.
+        failure: Beginning of an error message.
         layout: As for `save_adapter`.
         base_model: As for `save_adapter`.
 
@@ -99,17 +100,17 @@ def adapter_config(
 def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) -> None:
     """Give a model the adapters of a directory, from `save_adapter` or from Hugging Face's `peft`, in place.
 
-    A whole model without adapters gets them, as `inject` would. Adapters that are there, also sharded ones, get the
-    values; their own scale stays, and `b` is fitted to it. Both layouts are read, and layers with other ranks.
+    A whole model without adapters gets them, as `inject` would. Existing adapters, also sharded ones, get the values;
+    their own scale stays, and `b` is adjusted to it. Both layouts can be read, and so can layers with different ranks.
 
-    Collective over the default process group where there is one. Everything is checked before anything changes.
+    Collective over the default process group if there is one. Everything is checked before anything changes.
 
     Args:
-        model: Whole, all stages of this rank, or a `D9DModule`.
-        directory: On every rank.
+        model: The whole model, all stages of this rank, or a `D9DModule`.
+        directory: The directory; the same on every rank.
 
     Raises:
-        StateError: On every rank: a file is missing or damaged, has unknown tensors or settings, or is one of another
+        StateError: On every rank: a file is missing or damaged, has unknown tensors or settings, or belongs to another
             model or other adapters.
         ConfigError: The adapters of the model are merged.
     """
@@ -128,7 +129,7 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) 
             for site, adapter in adapted_sites(stage):
                 if adapter.is_merged:
                     raise ConfigError(
-                        f"the adapter of {site.name} is merged into its weight; call unmerge(model) before"
+                        f"the adapter of {site.name} is merged into its weight; call unmerge(model) first"
                     )
                 a, b = saved.matrices(site, adapter.rank)
                 values += [(adapter.a, a), (adapter.b, b * (saved.scale_of(site.name) / adapter.scale))]
@@ -140,7 +141,7 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) 
 def _agreed_config(
     stages: Sequence[nn.Module], failure: str, layout: str, base_model: str | None
 ) -> tuple[dict[str, Any], dict[str, _Described]]:
-    """Return the table of all ranks' adapters, and these."""
+    """Return the table of all ranks' adapters, and this rank's adapters."""
     ranks = Ranks()
     described: dict[str, _Described] = {}
     all_names: dict[str, str] = {}
@@ -162,7 +163,7 @@ def _agreed_config(
             )
         if others:
             raise ConfigError(
-                f"{first_of([*others])} is trained whole, which a file of adapters does not have; save the merged "
+                f"{first_of([*others])} is trained whole, which a file of adapters cannot contain; save the merged "
                 "weights with save_huggingface"
             )
         _check_experts_complete(described, layout)
@@ -174,18 +175,18 @@ def _trained_beside(stage: nn.Module) -> list[str]:
     own = {id(parameter) for _, adapter in adapted_sites(stage) for parameter in adapter.parameters()}
     for site, adapter in adapted_sites(stage):
         if adapter.is_merged:
-            raise ConfigError(f"the adapter of {site.name} is merged into its weight; call unmerge(model) before")
+            raise ConfigError(f"the adapter of {site.name} is merged into its weight; call unmerge(model) first")
     return [name for name, each in stage.named_parameters() if each.requires_grad and id(each) not in own]
 
 
 def _check_experts_complete(described: Mapping[str, _Described], layout: str) -> None:
-    """Refuse what `peft` with transformers 5 drops: layers of an expert without the last one."""
+    """Refuse adapters that `peft` with transformers 5 drops: layers of an expert without the last one."""
     owners = {name.rpartition(".")[0] for name, each in described.items() if each.is_of_experts}
     lonely = [f"{owner}.gate_up_proj" for owner in sorted(owners) if f"{owner}.down_proj" not in described]
     if lonely and layout == "experts":
         raise ConfigError(
-            f"{lonely[0]} has an adapter and down_proj beside it none. In the layout 'experts' peft would drop the "
-            "first one; take layout='fused', or add 'experts.down_proj' to the targets"
+            f"{lonely[0]} has an adapter, but down_proj beside it has none. In the layout 'experts' peft would drop "
+            "the first one; set layout='fused', or add 'experts.down_proj' to the targets"
         )
 
 
@@ -233,6 +234,6 @@ def _config(
 
 
 def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
-    """Last parts of names, where all layers with this last part are meant; else the names."""
+    """Return the last parts of names, if all layers with this last part are meant; else the names."""
     others = {name.rpartition(".")[2] for name in all_names if name not in {*names}}
     return [last if (last := name.rpartition(".")[2]) not in others else name for name in names]

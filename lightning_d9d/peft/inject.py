@@ -1,4 +1,4 @@
-"""Giving a module its adapters, freezing the rest, and merging adapters into weights."""
+"""Adds adapters to a module, freezes the rest, and merges adapters into weights."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from lightning_d9d.pipeline.initial_weights import draw_local
 
 
 class BuildsStages(Protocol):
-    """A module that gets its layers later, in stages, such as a `D9DModule`."""
+    """A module that builds its layers later, in stages, such as a `D9DModule`."""
 
     stages: nn.ModuleList
-    """This rank's, once they are built."""
+    """The stages of this rank, once they are built."""
     has_adapters: bool
-    """True if stages that are built have adapters, those of other ranks among them."""
+    """True if built stages have adapters, including those of other ranks."""
 
     def set_peft(self, method: PeftMethod) -> None:
-        """Let the stages be built as the method says."""
+        """Make the stages be built as the method says."""
         ...
 
 
 def builds_stages(module: object) -> TypeGuard[BuildsStages]:
-    """Return whether a module is one of these. Local.
+    """Return whether a module builds its layers in stages. Local.
 
-    `isinstance` with a protocol would look past `stages`: from Python 3.12 on it does not call `__getattr__`.
+    `isinstance` with a protocol would miss `stages`: from Python 3.12 on it does not call `__getattr__`.
     """
     return hasattr(module, "set_peft")
 
 
 def inject(module: nn.Module, method: PeftMethod) -> None:
-    """Give a module the adapters of a method, and train nothing but these and what else it names, in place. Local.
+    """Add the adapters of a method to a module, and train only these and other named parameters, in place. Local.
 
-    Names, shapes and values of the module's own parameters stay. Adapters of weights on the meta device are there, too,
-    and start when the module does. Other adapters start at once, from `torch.initial_seed()` and their names.
+    Names, shapes and values of the module's own parameters do not change. Adapters of weights on the meta device are on
+    it, too, and are initialized with the module. Other adapters are initialized at once, from `torch.initial_seed()`
+    and their names.
 
     Args:
         module: The whole model, before it is sharded, compiled or recomputed. Or a `D9DModule`, in its `__init__` or
-            later, but before its stages are built: each stage gets what it has of the whole.
+            later, but before its stages are built: each stage then gets its part of the adapters.
         method: `LoRA`, `FullTune` or `Stack`.
 
     Raises:
-        ConfigError: A target names nothing in the module, cannot have what the method says, or is in a block that is
-            compiled, recomputed or sharded. Or the module has adapters. Nothing is changed then.
+        ConfigError: A target matches nothing in the module, does not support the method, or is in a block that is
+            compiled, recomputed or sharded. Or the module already has adapters. Nothing is changed then.
     """
     if builds_stages(module):
         module.set_peft(method)
@@ -59,10 +60,10 @@ def inject(module: nn.Module, method: PeftMethod) -> None:
 
 
 def apply_plan(module: nn.Module, plan: PeftPlan) -> None:
-    """Do as `inject`, with what of a plan a module has: a stage of a model, or the whole. Local.
+    """Apply the part of a plan that concerns a module: a stage of a model, or the whole. Local.
 
     Raises:
-        ConfigError: The module has adapters, or a weight is in a block that is compiled, recomputed or sharded.
+        ConfigError: The module already has adapters, or a weight is in a block that is compiled, recomputed or sharded.
     """
     sites = [site for name, site in sites_of(module).items() if name in plan.adapters]
     _check_untouched(module, sites)
@@ -87,7 +88,7 @@ def stages_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules in which parameters have the names of the whole model. Local.
 
     Args:
-        model: The model, its stages on this rank, or the `D9DModule` that has them.
+        model: The model, its stages on this rank, or the `D9DModule` that contains them.
     """
     if builds_stages(model):
         return list(model.stages)
@@ -100,16 +101,18 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Tell whether a module has adapters, merged or not. Local."""
+    """Return whether a module has adapters, merged or not. Local."""
     return any(isinstance(part, Adapter) for part in module.modules())
 
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Add all adapters of a module to their weights, in place; until `unmerge` they add nothing by themselves. Local.
+    """Add all adapters of a module to their weights, in place; until `unmerge` the adapters themselves add nothing.
 
-    The state dict is that of a module without adapters then. Sums are made in float64, and rounded once. Each rank of a
-    pipeline merges its own stages, also those that have no adapters.
+    Local.
+
+    The state dict is then that of a module without adapters. Sums are computed in float64, and rounded once. Each rank
+    of a pipeline merges its own stages, including those without adapters.
 
     Raises:
         ConfigError: The module has no adapters, some are merged, or a weight is sharded over ranks. Nothing is changed
@@ -120,9 +123,9 @@ def merge(module: nn.Module) -> None:
 
 @torch.no_grad()
 def unmerge(module: nn.Module) -> None:
-    """Take merged adapters out of their weights again, in place. Local.
+    """Subtract merged adapters from their weights again, in place. Local.
 
-    Weights are what they were up to rounding: in bfloat16 a weight may differ in its last bit.
+    Weights equal the earlier ones except for rounding: in bfloat16 a weight may differ in its last bit.
 
     Raises:
         ConfigError: The module has no adapters, some are not merged, or a weight is sharded over ranks. Nothing is
@@ -132,7 +135,7 @@ def unmerge(module: nn.Module) -> None:
 
 
 def adapted_sites(module: nn.Module) -> Iterator[tuple[Site, Adapter]]:
-    """Yield the weights of a module that have adapters, merged or not, with these. Local."""
+    """Yield the weights of a module that have adapters, merged or not, together with the adapters. Local."""
     for site in sites_of(module).values():
         if (adapter := site.adapter) is not None:
             yield site, adapter
@@ -149,7 +152,7 @@ def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:
             raise ConfigError(f"{verb}: the adapter of {site.name} is {state}; call {verb} once")
         if isinstance(site.weight, DTensor) or isinstance(adapter.a, DTensor) or isinstance(adapter.b, DTensor):
             raise ConfigError(
-                f"{verb}: {site.parameter} is sharded over ranks; save_huggingface merges while it writes, or load a "
+                f"{verb}: {site.parameter} is sharded over ranks. save_huggingface merges while it writes; or load a "
                 f"checkpoint in one process and {verb} there"
             )
     for site, adapter in adapted:
@@ -165,7 +168,7 @@ def with_product(weight: Tensor, product: Tensor) -> Tensor:
 def _check_untouched(module: nn.Module, sites: list[Site]) -> None:
     if is_adapted(module):
         raise ConfigError(
-            f"inject: {type(module).__name__} has adapters already; give all methods at once, as Stack([...])"
+            f"inject: {type(module).__name__} already has adapters; give all methods at once, as Stack([...])"
         )
     for site in sites:
         path = site.name.split(".")
@@ -174,5 +177,5 @@ def _check_untouched(module: nn.Module, sites: list[Site]) -> None:
         if changed or "_orig_mod" in path or isinstance(site.weight, DTensor):
             raise ConfigError(
                 f"inject: {site.name} is in a {type((changed or owners)[0]).__name__} that is compiled, recomputed or "
-                "sharded, which would not see the adapter; call inject before"
+                "sharded, which would not see the adapter; call inject first"
             )

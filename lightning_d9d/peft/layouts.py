@@ -1,13 +1,13 @@
-"""How adapters lie in the files of Hugging Face's `peft`, and how they lie here.
+"""The layout of adapters in the files of Hugging Face's `peft`, and their layout in this package.
 
-[Note: adapters in files] A layer `q_proj` has `q_proj.lora_A.weight` `[rank, in]` and `q_proj.lora_B.weight` `[out,
-rank]`. Experts come in one of two layouts.
+[Note: adapters in files] A layer `q_proj` has `q_proj.lora_A.weight` `[rank, in]` and `q_proj.lora_B.weight`
+`[out, rank]`. Experts have one of two layouts.
 
-- "experts": an expert's matrices are layers of their own, such as `experts.3.gate_proj.lora_A.weight`.
+- "experts": an expert's matrices are separate layers, such as `experts.3.gate_proj.lora_A.weight`.
 - "fused": the matrices of all experts of a layer are in one. Rows of `lora_A` `[experts * rank, in]` come expert by
   expert: row `expert * rank + i`. Columns of `lora_B` `[out, rank * experts]` come rank by rank: column
-  `i * experts + expert`. Gate and up projection have one adapter there, which reaches both. So theirs has twice the
-  rank, and a `lora_B` that is zero where a part meets the other part's `lora_A`.
+  `i * experts + expert`. There, gate and up projection have one adapter for both. So their adapter has twice the rank,
+  and a `lora_B` that is zero where a part meets the other part's `lora_A`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_d9d.peft.sites import Site
 
 PREFIX = "base_model.model."
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""For each weight of experts the layers that an expert has in files."""
+"""For each weight of experts, the layers of an expert in files."""
 _OF_EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _KEY = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 
@@ -32,19 +32,19 @@ class FileKey(NamedTuple):
     """The name of a tensor of an adapter file, in parts."""
 
     module: str
-    """The layer that has the adapter."""
+    """The layer with the adapter."""
     matrix: str
     """`A` or `B`."""
 
     @classmethod
     def of(cls, name: str) -> FileKey | None:
-        """Take a name apart; None if it is not one of an adapter's tensor."""
+        """Parse a name; None if it is not the name of an adapter's tensor."""
         match = _KEY.fullmatch(name.removeprefix(PREFIX))
         return None if match is None or (match[2] is None) != (match[4] is not None) else cls(match[1], match[3])
 
     @property
     def expert(self) -> tuple[str, int, str] | None:
-        """The path of the experts, the number and the layer of one; None if it is not the layer of an expert."""
+        """The path of the experts, the number and the layer of one expert; None if it is not the layer of an expert."""
         match = _OF_EXPERT.fullmatch(self.module)
         return None if match is None else (match[1], int(match[2]), match[3])
 
@@ -54,10 +54,10 @@ def file_tensors(site: Site, adapter: Adapter, factor: float, layout: str, *, wr
 
     Args:
         site: The adapter's.
-        adapter: With whole matrices.
-        factor: What `b` is multiplied by.
-        layout: Of experts, "experts" or "fused".
-        wraps: Whether both weights of these experts have adapters, of which the fused layout puts one into the other.
+        adapter: Adapter with whole matrices.
+        factor: Factor of `b`.
+        layout: Layout of experts, "experts" or "fused".
+        wraps: Whether both weights of these experts have adapters; the fused layout then nests one in the other.
     """
     a, b = adapter.a.detach(), adapter.b.detach() * factor
     if not site.is_of_experts:
@@ -86,8 +86,9 @@ def from_fused(a: Tensor, b: Tensor, num_experts: int, num_parts: int) -> tuple[
     Args:
         a: `lora_A`, shape `[experts * rank, in]`.
         b: `lora_B`, shape `[out, rank * experts]`.
-        num_experts: Of the layer.
-        num_parts: Of the rows of the weight. Two parts that share a rank get it each, unless they share nothing.
+        num_experts: The name of the layer.
+        num_parts: Number of parts of the weight's rows. Two parts that share a rank both get it, unless they share
+            nothing.
     """
     a = a.unflatten(0, (num_experts, -1))
     b = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)

@@ -1,4 +1,4 @@
-"""Weights with their adapters added while they are read, so that no merged model is ever in memory."""
+"""Weights whose adapters are added while they are read, so that no merged model is ever in memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_d9d.state.views import assembled
 
 
 class MergedWeight:
-    """A weight of which each slice gets its part of an adapter's product when it is read.
+    """A weight that adds to each slice its part of an adapter's product when it is read.
 
     Args:
         values: The weight, or a shard of it.
         box: The place of `values` in the weight.
-        adapter: With whole matrices.
+        adapter: Adapter with whole matrices.
     """
 
     def __init__(self, values: Readable, box: Box, adapter: Adapter) -> None:
@@ -37,10 +37,10 @@ class MergedWeight:
 
 @torch.no_grad()
 def with_adapters(stages: Iterable[nn.Module], local: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
-    """Let shards of weights be read with their adapters. Collective over the ranks that share adapters.
+    """Make shards of weights readable with their adapters. Collective over the ranks that share adapters.
 
-    Adapters are gathered, so each rank holds all of those of its stages; weights stay where they are. What is read is,
-    bit for bit, what `merge` makes.
+    Adapters are gathered, so each rank holds all adapters of its stages; weights are not moved. The values that are
+    read equal the result of `merge`, bit for bit.
 
     Args:
         stages: This rank's.
@@ -56,10 +56,10 @@ def with_adapters(stages: Iterable[nn.Module], local: Mapping[str, LocalShard]) 
 
 
 class ViewedWeight:
-    """A weight that is put together from tensors of files, slice by slice, when it is read.
+    """A weight that is assembled from tensors of files, slice by slice, when it is read.
 
     Args:
-        view: Of which tensors it is made, and how.
+        view: The source tensors and their places.
         sources: These tensors.
     """
 
@@ -81,12 +81,12 @@ class ViewedWeight:
 def merged_weights(
     weights: Mapping[str, Readable], model: nn.Module, matrices: Callable[[Site], tuple[Tensor, Tensor]]
 ) -> dict[str, Readable]:
-    """Let weights in files be read with adapters, one slice after the other. Local.
+    """Make weights in files readable with adapters, one slice after the other. Local.
 
     Args:
-        weights: By the names of the model's parameters.
-        model: The whole, with adapters, on the meta device.
-        matrices: Called for each adapter: its whole `a` and `b`.
+        weights: Weights by the names of the model's parameters.
+        model: The whole model, with adapters, on the meta device.
+        matrices: Called for each adapter: returns its whole `a` and `b`.
     """
     merged = dict(weights)
     for site, adapter in adapted_sites(model):
@@ -97,5 +97,5 @@ def merged_weights(
 
 
 def _shifted(index: int | slice, start: int) -> Any:
-    """Return an index into a shard as one into the whole."""
+    """Convert an index into a shard to one into the whole."""
     return index + start if isinstance(index, int) else slice(index.start + start, index.stop + start)

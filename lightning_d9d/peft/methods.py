@@ -1,4 +1,4 @@
-"""Methods of fine-tuning: settings that say which weights get adapters and which parameters are trained."""
+"""Methods of fine-tuning: settings that select weights for adapters, and trained parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_d9d.peft.sites import (
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """How an adapter of one weight is made."""
+    """The settings of an adapter of one weight."""
 
     rank: int
     scale: float
@@ -34,23 +34,23 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class PeftPlan:
-    """The outcome of a method for a whole model, by names: stages of it take what they have."""
+    """The result of a method for a whole model, by names: each stage takes its part."""
 
     adapters: Mapping[str, AdapterSettings] = field(default_factory=dict)
-    """By the name of a `Site`."""
+    """Adapters, by the name of a `Site`."""
     trained: frozenset[str] = frozenset()
     """Parameters of the base that are trained."""
 
 
 class PeftMethod(ABC):
-    """A way to choose what of a model is trained."""
+    """A way to select the trained parts of a model."""
 
     @abstractmethod
     def plan(self, module: nn.Module) -> PeftPlan:
-        """Choose by the names and shapes of a whole model, also one on the meta device. Local.
+        """Select by the names and shapes of a whole model, which may be on the meta device. Local.
 
         Raises:
-            ConfigError: A target names nothing, or what cannot be had of it.
+            ConfigError: A target matches nothing, or does not support the method.
         """
 
 
@@ -59,14 +59,14 @@ class LoRA(PeftMethod):
     """Adapters of low rank beside frozen weights (https://arxiv.org/abs/2106.09685).
 
     A layer computes `base(x) + scale * b(a(dropout(x)))`, with `scale = alpha / rank`. `b` starts at zero. Gate and up
-    projections of experts have adapters of their own.
+    projections of experts have separate adapters.
 
     Raises:
         ConfigError: A value is outside of its range.
     """
 
     rank: int = 16
-    """Rank of the adapters of all weights but those of experts."""
+    """Rank of the adapters of all weights except experts."""
 
     alpha: float = 32.0
     """The scale times the rank of each adapter."""
@@ -74,16 +74,16 @@ class LoRA(PeftMethod):
     targets: Sequence[str] | None = None
     """Patterns of names, such as `q_proj` or `layers\\.[0-3]\\.self_attn`.
 
-    Each is a regular expression for a whole name, or for the end of one behind a dot. The name is that of a layer, of a
+    Each is a regular expression for a whole name, or for the end of one after a dot. The name is that of a layer, of a
     weight of experts (`experts.down_proj`), or of a module with some of these. None takes all projections of attention,
     dense MLPs and experts, but not routers, embedding and head."""
 
     dropout: float = 0.0
-    """Probability with which an adapter in training leaves out an element of its input."""
+    """Probability with which an adapter in training drops an element of its input."""
 
     rank_of_experts: int | None = None
-    """Rank of the adapter of each expert. None: `rank` divided by the number of experts that a token visits, at least
-    1."""
+    """Rank of the adapter of each expert. None uses `rank` divided by the number of experts that a token visits, at
+    least 1."""
 
     rslora: bool = False
     """True makes the scale `alpha / sqrt(rank)` (https://arxiv.org/abs/2312.03732)."""
@@ -92,7 +92,7 @@ class LoRA(PeftMethod):
         for name in ("rank", "rank_of_experts"):
             value = getattr(self, name)
             if not (value is None and name != "rank") and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"LoRA.{name}={value!r} must be an integer from 1 on")
+                raise ConfigError(f"LoRA.{name}={value!r} must be an integer of at least 1")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ConfigError(f"LoRA.alpha={self.alpha!r} must be above 0")
         if not 0 <= self.dropout < 1:
@@ -103,7 +103,7 @@ class LoRA(PeftMethod):
             object.__setattr__(self, "targets", tuple(self.targets))  # YAML has lists
 
     def plan(self, module: nn.Module) -> PeftPlan:
-        """Choose the weights that get adapters, and their ranks. Local.
+        """Select the weights that get adapters, and their ranks. Local.
 
         Raises:
             ConfigError: A pattern matches no weight that can have an adapter, or a rank is larger than a weight's dim.
@@ -112,8 +112,8 @@ class LoRA(PeftMethod):
         refuse_tied(sites.values(), module)
         if self.rank_of_experts is not None and not any(site.is_of_experts for site in sites.values()):
             raise ConfigError(
-                f"LoRA.rank_of_experts={self.rank_of_experts} has no effect: targets={self.targets} name no experts; "
-                "leave it out, or add 'experts' to the targets"
+                f"LoRA.rank_of_experts={self.rank_of_experts} has no effect, because targets={self.targets} name no "
+                "experts; leave it out, or add 'experts' to the targets"
             )
         return PeftPlan({name: self._settings(site) for name, site in sites.items()})
 
@@ -132,7 +132,7 @@ class LoRA(PeftMethod):
             if not names:
                 refuse_without_adapter(pattern, module)
                 raise ConfigError(
-                    f"LoRA(targets=[{pattern!r}]) matches no name of {type(module).__name__}; near are "
+                    f"LoRA(targets=[{pattern!r}]) matches no name of {type(module).__name__}; the nearest are "
                     f"{nearest_names(pattern, [*sites])}"
                 )
             chosen |= {name: sites[name] for name in names}
@@ -144,21 +144,21 @@ class LoRA(PeftMethod):
             setting = "rank_of_experts"
             if self.rank_of_experts is None and site.top_k is None:
                 raise ConfigError(
-                    f"LoRA: how many experts a token visits in {site.name} is not known, by which rank={self.rank} "
-                    "would be divided; set rank_of_experts"
+                    f"LoRA: it is unknown how many experts a token visits in {site.name}, so rank={self.rank} cannot "
+                    "be divided by it; set rank_of_experts"
                 )
             rank = self.rank_of_experts or max(1, self.rank // (site.top_k or 1))
         if rank > site.most:
             raise ConfigError(
-                f"LoRA.{setting}: rank {rank} is larger than a dim of {site.parameter}, "
-                f"{list(site.weight.shape)}; it can be at most {site.most}"
+                f"LoRA.{setting}: rank {rank} is larger than a dim of {site.parameter}, {list(site.weight.shape)}; use "
+                f"at most {site.most}"
             )
         return AdapterSettings(rank, self.alpha / (math.sqrt(rank) if self.rslora else rank), self.dropout)
 
 
 @dataclass(frozen=True)
 class FullTune(PeftMethod):
-    """Some parameters of the model itself are trained, and the others frozen.
+    """Trains some parameters of the model itself, and freezes the others.
 
     Raises:
         ConfigError: The targets are not a list of patterns.
@@ -175,7 +175,7 @@ class FullTune(PeftMethod):
         object.__setattr__(self, "targets", tuple(self.targets))
 
     def plan(self, module: nn.Module) -> PeftPlan:
-        """Choose the parameters. Local.
+        """Select the parameters. Local.
 
         Raises:
             ConfigError: A pattern matches no parameter.
@@ -186,7 +186,7 @@ class FullTune(PeftMethod):
             chosen = chosen_by(pattern, names)
             if not chosen:
                 raise ConfigError(
-                    f"FullTune(targets=[{pattern!r}]) matches no name of {type(module).__name__}; near are "
+                    f"FullTune(targets=[{pattern!r}]) matches no name of {type(module).__name__}; the nearest are "
                     f"{nearest_names(pattern, names)}"
                 )
             trained.update(chosen)
@@ -198,11 +198,11 @@ class Stack(PeftMethod):
     """Several methods at once, such as adapters of attention beside norms that are trained whole.
 
     Raises:
-        ConfigError: The list is empty, or has something else than a `PeftMethod`.
+        ConfigError: The list is empty, or contains something other than a `PeftMethod`.
     """
 
     methods: Sequence[PeftMethod]
-    """The methods. Two of them may not give one weight an adapter."""
+    """The methods. The methods; two of them may not give one weight an adapter."""
 
     def __post_init__(self) -> None:
         if not self.methods or not all(isinstance(each, PeftMethod) for each in self.methods):
@@ -210,10 +210,10 @@ class Stack(PeftMethod):
         object.__setattr__(self, "methods", tuple(self.methods))
 
     def plan(self, module: nn.Module) -> PeftPlan:
-        """Choose what any of the methods chooses. Local.
+        """Select everything that any of the methods selects. Local.
 
         Raises:
-            ConfigError: Two methods give one weight an adapter, or one of them cannot have its targets.
+            ConfigError: Two methods give one weight an adapter, or one of them does not support its targets.
         """
         adapters: dict[str, AdapterSettings] = {}
         trained: set[str] = set()
@@ -233,12 +233,14 @@ def as_table(method: PeftMethod) -> dict[str, Any]:
     if isinstance(method, Stack):
         return {"kind": "Stack", "methods": list(map(as_table, method.methods))}
     if type(method) not in (LoRA, FullTune):
-        raise ConfigError(f"{type(method).__name__} is not LoRA, FullTune or Stack, which checkpoints can have")
+        raise ConfigError(
+            f"{type(method).__name__} is not LoRA, FullTune or Stack, which are the methods that checkpoints can store"
+        )
     return {"kind": type(method).__name__, **asdict(method)}  # type: ignore[call-overload]
 
 
 def from_table(table: Any) -> PeftMethod:
-    """Make a method of what `as_table` returned. Local.
+    """Make a method from a result of `as_table`. Local.
 
     Raises:
         ConfigError: The table is damaged.

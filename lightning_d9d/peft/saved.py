@@ -1,4 +1,4 @@
-"""Reading adapters of Hugging Face's `peft`: which weights they belong to, their scales and their matrices."""
+"""Reads adapters of Hugging Face's `peft`: the weights to which they belong, their scales and their matrices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFUSED = {
     "layer_replication": None,
     "trainable_token_indices": None,
 }
-"""Settings of which a file with another value means something else than adapters do here."""
+"""Settings whose other values mean something that adapters here do not support."""
 _BASE = ".base_layer.weight"
 _WEIGHT_OF_PART = {part: weight for weight, parts in EXPERT_PARTS.items() for part in parts}
 
@@ -40,9 +40,9 @@ class _Entry(NamedTuple):
     """An adapter of a file."""
 
     tensors: Mapping[tuple[int, str, str], str]
-    """By expert, layer and matrix the name in the file. Number 0 and no layer where there is one for all."""
+    """The name in the file, by expert, layer and matrix. For a single entry the expert is 0 and the layer is empty."""
     pattern_names: tuple[str, ...]
-    """By which `rank_pattern` and `alpha_pattern` may know it."""
+    """Names under which `rank_pattern` and `alpha_pattern` may list it."""
     is_fused: bool = False
 
 
@@ -50,7 +50,7 @@ class SavedAdapter:
     """The adapters of a directory. Local.
 
     Args:
-        directory: With `adapter_model.safetensors` and `adapter_config.json`; also a URL that fsspec knows.
+        directory: Directory with `adapter_model.safetensors` and `adapter_config.json`; also a URL that fsspec knows.
 
     Raises:
         StateError: A file is missing or damaged, or has tensors or settings that are not those of adapters.
@@ -68,10 +68,10 @@ class SavedAdapter:
             raise StateError(f"{folder / ADAPTER_FILE}: it has no adapters; give the directory of some")
 
     def plan(self, module: nn.Module) -> PeftPlan:
-        """Return the plan by which a whole module gets these adapters. Local.
+        """Return the plan that gives a whole module these adapters. Local.
 
         Raises:
-            StateError: An adapter is of a weight that the module does not have.
+            StateError: An adapter belongs to a weight that the module does not have.
         """
         sites = sites_of(module)
         self.check_names({name: "" for name in self.entries if name in sites})
@@ -90,31 +90,31 @@ class SavedAdapter:
         names = set(names)
         if unknown := [name for name in self.entries if name not in names]:
             raise StateError(
-                f"{self.path / ADAPTER_FILE} has an adapter of {first_of(unknown)}, and the model none; give the base "
-                "model of these adapters, with the same targets"
+                f"{self.path / ADAPTER_FILE} has an adapter of {first_of(unknown)}, but the model has none; use the "
+                "base model of these adapters, with the same targets"
             )
         if missing := [name for name in names if name not in self.entries]:
             raise StateError(
-                f"{self.path / ADAPTER_FILE} lacks an adapter of {first_of(sorted(missing))}, which the model has; "
-                "give LoRA the targets of the file"
+                f"{self.path / ADAPTER_FILE} lacks an adapter of {first_of(sorted(missing))}, which the model has; set "
+                "LoRA's targets to those of the file"
             )
 
     def scale_of(self, name: str) -> float:
         """Return the scale of an adapter.
 
         Raises:
-            StateError: The configuration does not say it.
+            StateError: The configuration does not contain it.
         """
         entry = self.entries[name]
         alpha, rank = self._of_config("alpha_pattern", "lora_alpha", entry), self._of_config("rank_pattern", "r", entry)
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def matrices(self, site: Site, rank: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the matrices `a` and `b` of an adapter as they lie here, whole, on the CPU. Local.
+        """Return the matrices `a` and `b` of an adapter in this package's layout, whole, on the CPU. Local.
 
         Args:
             site: The adapter's.
-            rank: That it must have.
+            rank: Rank that the adapter must have.
 
         Raises:
             StateError: A shape does not fit the weight, or the rank differs.
@@ -139,22 +139,22 @@ class SavedAdapter:
             first = pairs[0][0][0].shape[0]
             if any(a.shape[0] != first for of_expert in pairs for a, _ in of_expert):
                 raise StateError(
-                    f"{self.path / ADAPTER_FILE}: the experts of {site.name} have adapters of several ranks; give one "
-                    "in which all experts of a layer have the same"
+                    f"{self.path / ADAPTER_FILE}: the experts of {site.name} have adapters of several ranks; use a "
+                    "file in which all experts of a layer have the same rank"
                 )
             a = torch.stack([torch.cat([a for a, _ in of_expert]) for of_expert in pairs])
             b = torch.stack([torch.cat([b for _, b in of_expert]) for of_expert in pairs])
         if rank is not None and b.shape[-1] != rank:
             raise StateError(
-                f"{self.path / ADAPTER_FILE}: the adapter of {site.name} has rank {b.shape[-1]}, and that of the model "
-                f"{rank}; give LoRA the rank of the file"
+                f"{self.path / ADAPTER_FILE}: the adapter of {site.name} has rank {b.shape[-1]}, but that of the model "
+                f"has rank {rank}; set LoRA's rank to that of the file"
             )
         return a, b
 
     def _pair(
         self, entry: _Entry, expert: int, part: str, num_out: int, num_in: int, num_experts: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Return both matrices of a file, whose shapes fit."""
+        """Return both matrices of a file after a check of their shapes."""
         names = [entry.tensors[expert, part, matrix] for matrix in "AB"]
         a, b = (self.reader[name][()] for name in names)
         expected = self._of_config("rank_pattern", "r", entry) * num_experts
@@ -163,26 +163,26 @@ class SavedAdapter:
         for name, each, shape in zip(names, (a, b), ((expected, num_in), (num_out, expected)), strict=True):
             if tuple(each.shape) != shape or not each.is_floating_point():
                 raise StateError(
-                    f"{self.path / ADAPTER_FILE}: {name} is {each.dtype} of shape {list(each.shape)}. For this "
-                    f"model and the rank in {ADAPTER_CONFIG} it has floats of shape {list(shape)}; give the adapter of "
-                    "this base model"
+                    f"{self.path / ADAPTER_FILE}: {name} is {each.dtype} of shape {list(each.shape)}. For this model "
+                    f"and the rank in {ADAPTER_CONFIG} it should have floats of shape {list(shape)}; give the adapter "
+                    "of this base model"
                 )
         return a, b
 
     def _check_base(self, site: Site) -> None:
-        """Compare the copy of an embedding or a head that `peft` puts beside its adapter."""
+        """Compare the copy of an embedding or a head that `peft` stores beside its adapter."""
         if (name := self._bases.get(site.name)) is None:
             return
         weight = site.weight.detach()
         if isinstance(weight, DTensor) or weight.is_meta:
             raise StateError(
-                f"{self.path / ADAPTER_FILE}: {name} is a copy of a weight. It cannot be compared with one that is "
-                "sharded or without values; save the adapter with save_embedding_layers=False"
+                f"{self.path / ADAPTER_FILE}: {name} is a copy of a weight. It cannot be compared with a weight that "
+                "is sharded or without values; save the adapter with save_embedding_layers=False"
             )
         copy = self.reader[name][()]
         if copy.shape != weight.shape or not torch.equal(copy.to(weight), weight):
             raise StateError(
-                f"{self.path / ADAPTER_FILE}: {name} is not the weight of {site.name} in this model; give the base "
+                f"{self.path / ADAPTER_FILE}: {name} is not the weight of {site.name} in this model; use the base "
                 "model of these adapters"
             )
 
@@ -198,7 +198,7 @@ class SavedAdapter:
             lacks = sorted(needed - entry.tensors.keys())
             what = f"lacks {lacks[0]}" if lacks else f"has expert {max(known)}"
             raise StateError(
-                f"{self.path / ADAPTER_FILE}: {site.name} has {num_experts} experts, and the file {what}; give the "
+                f"{self.path / ADAPTER_FILE}: {site.name} has {num_experts} experts, but the file has {what}; give the "
                 "adapter of this base model"
             )
 
@@ -236,11 +236,11 @@ class SavedAdapter:
             for expert, part, matrix in entry.tensors:
                 if (expert, part, "B" if matrix == "A" else "A") not in entry.tensors:
                     lonely = entry.tensors[expert, part, matrix]
-                    raise StateError(f"{self.path / ADAPTER_FILE}: {lonely} is there without its other matrix")
+                    raise StateError(f"{self.path / ADAPTER_FILE}: {lonely} lacks its other matrix")
         return found
 
     def _site_of_fused(self, module: str, fused: Mapping[str, Any]) -> str:
-        """Return the weight: of two adapters the inner one is of gate and up projection."""
+        """Return the weight: of two nested adapters, the inner one belongs to the gate and up projection."""
         experts = module.removesuffix(".base_layer")
         if module != experts:
             return f"{experts}.gate_up_proj"
@@ -250,7 +250,7 @@ class SavedAdapter:
         named = [weight for weight in EXPERT_PARTS if any(str(each).endswith(weight) for each in targets)]
         if len(named) != 1:
             raise StateError(
-                f"{self.path / ADAPTER_CONFIG}: target_parameters={targets} do not say of which weight {module} has an "
+                f"{self.path / ADAPTER_CONFIG}: target_parameters={targets} do not say which weight of {module} has an "
                 "adapter; name one"
             )
         return f"{experts}.{named[0]}"

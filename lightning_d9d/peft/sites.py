@@ -1,4 +1,4 @@
-"""Weights that can have an adapter, and the names by which they are chosen."""
+"""Weights that can have an adapter, and the names by which they are selected."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from lightning_d9d.modules.lm_head import SplitLMHead
 
 _NUM_NEAREST = 3
 _EXPERTS = {"gate_up_proj": ("gate_up_lora", 2), "down_proj": ("down_lora", 1)}
-"""For each weight of experts the name of its adapter, and the number of parts of its rows."""
+"""For each weight of experts, the name of its adapter, and the number of parts of its rows."""
 
 
 _READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that read weights of layers inside without calling these, so that an adapter would not be asked."""
+"""Modules that read the weights of inner layers without calling these layers, so that an adapter would be ignored."""
 
 
 class Site(NamedTuple):
     """A weight that can have an adapter."""
 
     name: str
-    """By which a target names it: of the layer, or of the weight of experts."""
+    """The name for targets: that of the layer, or of the weight of experts."""
     owner: nn.Module
-    """The layer, in which the adapter is to be."""
+    """The layer that will contain the adapter."""
     weight_name: str
-    """The weight's, in the owner."""
+    """The weight's name in the owner."""
     adapter_name: str
-    """The adapter's, in the owner."""
+    """The adapter's name in the owner."""
     num_parts: int = 1
     top_k: int | None = None
-    """The number of experts that a token visits; None for other weights, or if it is not known."""
+    """The number of experts that a token visits; None for other weights, or if it is unknown."""
 
     @property
     def weight(self) -> Tensor:
@@ -55,7 +55,7 @@ class Site(NamedTuple):
 
     @property
     def is_of_experts(self) -> bool:
-        """True where each expert has a matrix in the weight."""
+        """True if each expert has a matrix in the weight."""
         return isinstance(self.owner, GroupedExperts)
 
     @property
@@ -65,19 +65,19 @@ class Site(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """Before the names of the adapter's parameters in the whole module."""
+        """The prefix of the names of the adapter's parameters in the whole module."""
         layer = self.name.rpartition(".")[0] if self.is_of_experts else self.name
         return f"{layer}.{self.adapter_name}." if layer else f"{self.adapter_name}."
 
     @property
     def most(self) -> int:
-        """The largest rank that the weight can have."""
+        """The largest possible rank of an adapter of the weight."""
         *_, num_out, num_in = self.weight.shape
         return min(num_out // self.num_parts, num_in)
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter, also a merged one."""
+        """The adapter, whether merged or not."""
         found = self.owner._modules.get(self.adapter_name)
         return found if isinstance(found, Adapter) else None
 
@@ -130,9 +130,9 @@ def default_sites(module: nn.Module) -> dict[str, Site]:
 
 
 def chosen_by(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names of which a pattern matches all, or all that follows a dot. Local.
+    """Return the names that a pattern matches, as a whole or after a dot. Local.
 
-    A module stands for what is in it: `model.layers.0` chooses `model.layers.0.self_attn.q_proj`.
+    A module stands for its contents: `model.layers.0` selects `model.layers.0.self_attn.q_proj`.
 
     Raises:
         ConfigError: The pattern is not a regular expression.
@@ -145,7 +145,7 @@ def chosen_by(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest_names(pattern: str, names: Sequence[str]) -> str:
-    """Return the names most like a pattern, for an error; each kind of layer once."""
+    """Return the names most similar to a pattern, for an error; each kind of layer once."""
     kinds: dict[str, str] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\d+", "N", name), name)
@@ -158,10 +158,10 @@ def nearest_names(pattern: str, names: Sequence[str]) -> str:
 
 
 def refuse_without_adapter(pattern: str, module: nn.Module) -> None:
-    """See whether a target names parameters that cannot have an adapter. Local.
+    """Refuse a target that names parameters which cannot have an adapter. Local.
 
     Raises:
-        ConfigError: The target names such parameters; the error says what can be done with them.
+        ConfigError: The target names such parameters; the error suggests what to do with them.
     """
     owners = [name for name, _ in module.named_parameters()]
     for name in chosen_by(pattern, owners):
@@ -171,8 +171,8 @@ def refuse_without_adapter(pattern: str, module: nn.Module) -> None:
         ]
         if readers:
             raise ConfigError(
-                f"LoRA(targets=[{pattern!r}]): {name} cannot have an adapter, as {readers[0].__name__} reads the "
-                "weight and does not call the layer. Take FullTune for it, or leave it out"
+                f"LoRA(targets=[{pattern!r}]): {name} cannot have an adapter, because {readers[0].__name__} reads the "
+                "weight and does not call the layer. Use FullTune for it, or leave it out"
             )
         remedy = "take FullTune for it"
         if isinstance(owner, LMHead):
@@ -184,7 +184,7 @@ def refuse_without_adapter(pattern: str, module: nn.Module) -> None:
 
 
 def refuse_tied(sites: Iterable[Site], module: nn.Module) -> None:
-    """See that no adapter is of a matrix that several layers share, such as embedding and head. Local.
+    """Refuse an adapter of a matrix that several layers share, such as embedding and head. Local.
 
     Raises:
         ConfigError: One is.
@@ -194,13 +194,14 @@ def refuse_tied(sites: Iterable[Site], module: nn.Module) -> None:
     for site in sites:
         if num_holders[id(site.weight)] > 1 or (without_weight and isinstance(site.owner, nn.Embedding)):
             raise ConfigError(
-                f"LoRA: {site.name} cannot have an adapter, as another layer has the same weight (tied embeddings). "
-                "Leave it out, train it whole with FullTune, or build the model without (tie_word_embeddings=False)"
+                f"LoRA: {site.name} cannot have an adapter, because another layer has the same weight (tied "
+                "embeddings). Leave it out, train it whole with FullTune, or build the model without tied embeddings "
+                "(tie_word_embeddings=False)"
             )
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Tell whether it is a linear layer or an embedding, computed as torch's."""
+    """Return whether a module is a linear layer or an embedding that computes like torch's."""
     kind = type(part)
     if isinstance(part, nn.Linear):
         return kind.forward is nn.Linear.forward
@@ -208,7 +209,7 @@ def _is_plain(part: nn.Module) -> bool:
 
 
 def _with_owners(name: str) -> Iterator[str]:
-    """Yield the name, and those of the modules that it is in."""
+    """Yield the name, and those of the modules that contain it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

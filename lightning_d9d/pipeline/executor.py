@@ -50,12 +50,15 @@ class MicrobatchHooks(Protocol):
         ...
 
     def microbatch_metrics(self, output: Any, microbatch: Any) -> Mapping[str, Tensor | WeightedLoss]:
-        """Return more scalars, without gradient."""
+        """Return further scalars, without gradient."""
         ...
 
 
 class DataParallel(Protocol):
-    """Calls of the executor to data parallelism about a stage. Collective over the ranks that hold the same stages."""
+    """Notifies data parallelism about a stage; the executor calls it.
+
+    Collective over the ranks that hold the same stages.
+    """
 
     def unshard(self, stage: int) -> None:
         """Gather the stage's parameters: its actions come next."""
@@ -80,7 +83,8 @@ class SplitBatch:
 
     microbatches: Sequence[Any]
     rows: Sequence[int | None]
-    """Rows of each microbatch: the weight of a mean loss. None: the microbatch has no rows and needs a `WeightedLoss`.
+    """Rows of each microbatch: the weight of a mean loss. None means that the microbatch has no rows and needs a
+    `WeightedLoss`.
     """
     num_dummies: int = 0
     """Dummy microbatches at the end. The schedule or other ranks need them; they run and count 0."""
@@ -101,7 +105,7 @@ class LossScale(NamedTuple):
     of_mean: float = 1.0
     """For a Tensor, a mean over the rows of the microbatch."""
     of_sum: Tensor | float | None = 1.0
-    """For a `WeightedLoss`. None: it is refused, because the step's weight must be known before its backward."""
+    """For a `WeightedLoss`. None refuses it, because the step's weight must be known before its backward."""
 
 
 class Executor:
@@ -109,12 +113,13 @@ class Executor:
 
     Args:
         stages: This rank's stages, by index in the whole model.
-        num_stages: Of the whole model.
+        num_stages: Number of stages of the whole model.
         hooks: Hooks of the module for microbatches.
         forward_context: Opens the precision context (autocast) around each forward and its loss; backwards run outside.
-        messages: Messages to and from stages on other ranks; None if all stages are here.
-        observer: Wrapped around the computation of each compute action; None: no observer.
-        stage_context: Context opened inside `forward_context`, around a stage only: losses are computed outside.
+        messages: Sends messages to and from stages on other ranks; None if all stages are here.
+        observer: Wrapped around the computation of each compute action; None for no observer.
+        stage_context: Context that is opened inside `forward_context`, around a stage only: losses are computed
+            outside.
         before_first: Called before the first forward of a stage, with the stage and its arguments.
     """
 
@@ -317,8 +322,8 @@ class _Run:
         if self.scale is not None:
             if not loss.requires_grad:
                 raise ConfigError(
-                    "microbatch_loss returned a loss without gradient: it does not depend on a trainable "
-                    "parameter. Leave some unfrozen, and do not use detach() and no_grad() in it"
+                    "microbatch_loss returned a loss without gradient: it does not depend on a trainable parameter. "
+                    "Leave some parameters unfrozen, and do not use detach() and no_grad() in it"
                 )
             self._losses[microbatch] = loss.detach()
         return [loss]
@@ -351,7 +356,7 @@ class _Run:
             scale = self.scale.of_mean if self.totals.loss_is_mean else self.scale.of_sum
             if scale is None:
                 raise ConfigError(
-                    "D9DStrategy(step_in_backward=True) needs the weight of a step before its backward, and "
+                    "D9DStrategy(step_in_backward=True) needs the weight of a step before its backward, but "
                     "microbatch_loss returned a WeightedLoss. Implement microbatch_weight, return a mean, or leave "
                     "step_in_backward out"
                 )
@@ -445,9 +450,9 @@ def loss_of(
 
 @contextmanager
 def naming_batch(hook: Callable[..., Any], batch: Any) -> Generator[None]:
-    """Wrap a hook: if it asks a batch for something missing, the error describes the batch.
+    """Wrap a hook: if it misses something in a batch, the error describes the batch.
 
-    Errors of other kinds, and those from inside of functions that the hook calls, are other bugs and pass unchanged.
+    Other errors, and those raised inside of functions that the hook calls, pass unchanged.
 
     Raises:
         ConfigError: The hook itself raised a KeyError, IndexError, TypeError, ValueError or AttributeError, or a
@@ -466,8 +471,8 @@ def naming_batch(hook: Callable[..., Any], batch: Any) -> Generator[None]:
         name = getattr(hook, "__qualname__", repr(hook))
         reason = f"it has no {error.args[0]!r}" if lacks else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{name} cannot use a batch ({reason}). It is {described(batch)}; add what the hook needs in the "
-            "DataLoader's collate_fn, or change the hook to use what the batch has"
+            f"{name} cannot use a batch ({reason}). It is {described(batch)}; add the missing values in the "
+            "DataLoader's collate_fn, or change the hook to use the batch's own"
         ) from error
 
 

@@ -16,14 +16,14 @@ class HostCopy:
         self._copied: torch.Event | None = None
 
     def exchange(self, value: Tensor) -> Tensor | None:
-        """Send a value, and return the one sent before it.
+        """Send a value, and return the one that was sent before it.
 
         Args:
             value: Value, always of the same shape, dtype and device.
 
         Returns:
-            The earlier value, on the host; for a value on the CPU the value itself. None after the first one. None also
-            while the last one sent is under way; then this one is not sent.
+            The earlier value, on the host; for a value on the CPU the value itself. None after the first call. None
+            also while the last copy is under way; then this value is not sent.
         """
         if value.device.type == "cpu":
             return value

@@ -40,9 +40,9 @@ def draw_local(
     Args:
         value: The initial value to draw from.
         tensor: Tensor with the shape, dtype and placements; it may be on the meta device.
-        seed: Of the job.
-        name: Of the tensor in the whole model.
-        device: Device on which it is made.
+        seed: Seed of the job.
+        name: Name of the tensor in the whole model.
+        device: Device of the result.
     """
     ranges = local_ranges(tensor)
     part = torch.empty([len(r) for r in ranges], dtype=tensor.dtype, device=device)
@@ -61,13 +61,14 @@ def materialize(
 ) -> list[str]:
     """Give every meta parameter and buffer of `stage` storage on `device` and its initial value, in place. Local.
 
-    Values follow from (seed, name, place) alone. They are bitwise equal for any rank, device and sharding; each rank
+    Values follow only from (seed, name, place). They are bitwise equal for any rank, device and sharding; each rank
     gets its own slice of a DTensor. Random numbers are drawn in float32, then cast.
 
-    - A value given while the stage was built has precedence. [Note: recorded values] in `recorded_values`.
-    - A submodule with `initial_values()` gets them on the device, and only those that this rank holds.
-    - Any other has a `reset_parameters()`, which runs on the CPU on whole tensors. Torch's random state is seeded by
-      (seed, submodule name); the slices are taken afterwards. The rest of the model takes no memory meanwhile.
+    - A value given while the stage was built has precedence. See [Note: recorded values] in `recorded_values`.
+    - A submodule with `initial_values()` gets these on the device, and only those that this rank holds.
+    - Any other submodule has a `reset_parameters()`, which runs on the CPU on whole tensors. Torch's random state is
+      seeded by (seed, submodule name); the slices are taken afterwards. The rest of the model takes no memory
+      meanwhile.
 
     If a class has both of the last two, the one of the more derived class is used. Children come before their parents,
     so a parent's reset may set constants in them. Tensors that are not on the meta device (such as a pretrained part)
@@ -77,11 +78,12 @@ def materialize(
     Args:
         stage: Stage on the meta device.
         device: Device for its tensors.
-        seed: Of the job.
+        seed: Seed of the job.
         recorded: Values given to tensors while the stage was built, by name.
 
     Returns:
-        The names of recorded values that no tensor takes, since its name or shape has changed. Defaults are left out.
+        The names of recorded values that no tensor takes, because its name or shape has changed. Default values are
+        left out.
 
     Raises:
         ConfigError: A submodule owns meta tensors but has neither method, or a method leaves some without a value. Or a
@@ -133,7 +135,7 @@ def _say_how_far(stage: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]], st
 
 
 def share_equal_names(stages: Iterable[nn.Module]) -> None:
-    """Let stages of one rank share the parameters and buffers whose names are equal.
+    """Make the stages of a rank share the parameters and buffers whose names are equal.
 
     Raises:
         ConfigError: Their shapes or dtypes differ.
@@ -153,9 +155,9 @@ def share_equal_names(stages: Iterable[nn.Module]) -> None:
 def take_tensors(stages: Iterable[nn.Module], earlier: Iterable[nn.Module]) -> list[str]:
     """Give stages built on the meta device the parameters and buffers of earlier ones, by name. Local.
 
-    They get the tensors themselves. If a whole tensor becomes a DTensor, they get a copy of this rank's slice. A
-    DTensor is taken only if it is sharded alike. Call `stage.to(device)` afterwards, so that `fully_shard` sees the
-    tensors.
+    They get the tensors themselves, not copies. If a whole tensor becomes a DTensor, they get a copy of this rank's
+    slice. A DTensor is taken only if its sharding is the same. Call `stage.to(device)` afterwards, so that
+    `fully_shard` sees the tensors.
 
     Returns:
         The names of tensors that are still on the meta device.
@@ -213,12 +215,12 @@ def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> 
 
 
 def _takes(module: nn.Module, meta: Tensor, value: RecordedValue) -> bool:
-    """Return True if a meta tensor takes the recorded value: it was set on purpose, or the module has no better one."""
+    """Return whether a meta tensor takes the recorded value: it was set on purpose, or the module has no better one."""
     return value.shape == meta.shape and not (value.is_default and (_has_initial_values(module) or _reset_of(module)))
 
 
 def _made(value: RecordedValue, name: str, seed: int) -> Tensor:
-    """Make the whole recorded value, on the CPU."""
+    """Compute the whole recorded value, on the CPU."""
     with _seeded_on_cpu(seed):
         whole = value.make(seed)
     if whole.is_floating_point() and whole.isnan().any():
@@ -237,7 +239,7 @@ def _initial_slices(
     seed: int,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Make this rank's slice of each meta tensor of the module: on the device if possible, else on the CPU."""
+    """Compute this rank's slice of each meta tensor of the module: on the device if possible, else on the CPU."""
     for key, value in recorded.items():
         yield key, _slice(_made(value, _joined(name, key), seed), metas[key]).to(metas[key].dtype)
     metas = {key: meta for key, meta in metas.items() if key not in recorded}
@@ -254,10 +256,10 @@ def _initial_slices(
             if not hasattr(values[key], "fill_slice_"):
                 raise ConfigError(
                     f"initial_values() of submodule {name!r} ({type(module).__name__}) gives {key!r} a "
-                    f"{type(values[key]).__name__}, which cannot fill slices. Return {{{key!r}: Normal(std=0.02)}} "
-                    f"or {{{key!r}: Constant(0.0)}} of lightning_d9d.modules. An object of your own needs "
-                    "fill_slice_(target, shape, ranges, key) in place of draw(generator, shape). Or write "
-                    "reset_parameters() in place of initial_values()"
+                    f"{type(values[key]).__name__}, which cannot fill slices. Return {{{key!r}: Normal(std=0.02)}} or "
+                    f"{{{key!r}: Constant(0.0)}} of lightning_d9d.modules. An object of your own needs "
+                    "fill_slice_(target, shape, ranges, key) instead of draw(generator, shape). Or write "
+                    "reset_parameters() instead of initial_values()"
                 )
             yield key, draw_local(values[key], meta, seed=seed, name=_joined(name, key), device=device)
     else:
@@ -279,7 +281,7 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _reset_on_cpu(module: nn.Module, name: str, metas: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Make the whole initial values of the meta tensors; the module's own tensors stay unchanged."""
+    """Compute the whole initial values of the meta tensors; the module's own tensors stay unchanged."""
     reset = _reset_of(module)
     if reset is None:
         raise ConfigError(

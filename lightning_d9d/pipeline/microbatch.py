@@ -12,7 +12,7 @@ from lightning_d9d.pipeline.trees import take_apart
 
 
 def num_tokens(batch: Any) -> int:
-    """Return the size of the largest tensor of integers in a batch (token ids, labels); 0 without one."""
+    """Return the size of the largest integer tensor in a batch (token ids, labels); 0 without one."""
     sizes = [t.numel() for t in take_apart(batch)[0] if t.dtype == torch.int64 and t.ndim]
     return max(sizes, default=0)
 
@@ -20,8 +20,8 @@ def num_tokens(batch: Any) -> int:
 class MicrobatchCount:
     """The number of microbatches of a batch, from `microbatch_size` (rows) or `num_microbatches`; at most one is given.
 
-    Batches need not divide (the last one of an epoch is often short): they give fewer or shorter microbatches, never an
-    empty one. Use `check` on the first training batch, which should divide.
+    Batches need not divide evenly (the last one of an epoch is often short): they give fewer or shorter microbatches,
+    never an empty one. Use `check` on the first training batch, which should divide evenly.
     """
 
     def __init__(

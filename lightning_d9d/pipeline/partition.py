@@ -17,7 +17,7 @@ def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: 
     """Split layers evenly into stages, counting the parts before the first layer and after the last as layers.
 
     An embedding counts as `before` layers of the first stage and a head as `after` layers of the last. With these
-    virtual layers each stage has equally many; the first stages get one of the remaining layers each.
+    virtual layers all stages have equally many; the first stages get one of the remaining layers each.
 
     Args:
         num_layers: Number of layers of the whole model.
@@ -26,7 +26,7 @@ def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: 
         after: Virtual layers of the last stage.
 
     Returns:
-        One range of layers a stage, in order, none of them empty.
+        One range of layers for each stage, in order, none of them empty.
 
     Raises:
         ConfigError: A number is negative, or a stage would have no layer.
@@ -42,8 +42,8 @@ def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: 
         stage = sizes.index(min(sizes))
         raise ConfigError(
             f"{num_layers} layers, with {before} virtual ones before and {after} after them, are {share} or "
-            f"{share + 1} for each of {num_stages} stages. Stage {stage} would not have a real one. Use fewer "
-            "virtual layers or fewer stages"
+            f"{share + 1} for each of {num_stages} stages. Stage {stage} would have no real layer. Use fewer virtual "
+            "layers or fewer stages"
         )
     return _ranges(sizes)
 
@@ -63,8 +63,8 @@ def split_by_sizes(sizes: Sequence[int], num_layers: int, num_stages: int, name:
     if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
         raise ConfigError(
             f"{name}={list(sizes)} has {len(sizes)} stages with {sum(sizes)} layers in all, but the pipeline has "
-            f"{num_stages} stages and the model {num_layers} layers. Give {num_stages} numbers of at least 1 with "
-            "that sum, or leave it out"
+            f"{num_stages} stages and the model {num_layers} layers. Give {num_stages} numbers of at least 1 with that "
+            "sum, or leave it out"
         )
     return _ranges(sizes)
 
@@ -94,12 +94,12 @@ class BlockSequence(nn.ModuleDict):
     and blocks of other stages are dropped. Blocks are named by their index in the whole model, "0", "1", ..., so
     parameters have the names that they have in `nn.Sequential(*blocks)`.
 
-    Unless `split` or `stage.layers` gives boundaries, the model is split so that the largest stage has as few
-    parameters as possible.
+    Unless `split` or `stage.layers` sets boundaries, the model is split so that the largest stage has as few parameters
+    as possible.
 
     Args:
         blocks: All blocks of the model, in order.
-        stage: Which stage to keep. Its `layers`, if any, are blocks and override `split`.
+        stage: The stage to keep. Its `layers`, if set, are blocks and override `split`.
         split: Number of blocks of each stage.
 
     Raises:
@@ -160,7 +160,7 @@ def _check_nothing_shared(blocks: Sequence[nn.Module], layers: range) -> None:
         for parameter in block.parameters():
             if parameter in here:
                 raise ConfigError(
-                    f"blocks {layers.start} to {layers.stop - 1} share {here[parameter]!r} with block {index}, "
-                    "which is on another stage. Move the boundary with split=[...], or write a stage of your own "
-                    "in which the parameter has the same name on both"
+                    f"blocks {layers.start} to {layers.stop - 1} share {here[parameter]!r} with block {index}, which "
+                    "is on another stage. Move the boundary with split=[...], or write your own stage in which the "
+                    "parameter has the same name on both"
                 )

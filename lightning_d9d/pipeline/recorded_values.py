@@ -1,14 +1,14 @@
-"""Values given to a stage while it is built on the meta device: they are recorded, and made on the CPU later.
+"""Values given to a stage while it is built on the meta device: they are recorded, and computed on the CPU later.
 
 [Note: recorded values] Tensors on the meta device have no values, so `nn.init.normal_(weight)` does nothing there.
-While a `Recording` is open, each call that would have set or changed values is kept. Afterwards the calls that a
+While a `Recording` is open, each call that would have set or changed values is recorded. Afterwards the calls that a
 parameter depends on run again on the CPU, on whole tensors, and a rank takes its slice.
 
 *Random numbers* follow from the seed and a name: that of the parameter to which a call writes, else that of the
-parameter being made. So they are the same on every mesh, like all initial weights.
+parameter being computed. So they are the same on every mesh, like all initial weights.
 
-*Defaults* are not recorded values: they are written by a submodule's own `reset_parameters()` to its own tensors when
-it is built. Those tensors are reset later. So are copies of them, each by its own name.
+*Defaults* are not recorded values: a submodule's own `reset_parameters()` writes them to its own tensors when it is
+built. Those tensors are reset later. Copies of them are reset, too, each by its own name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if it is all of the storage."""
+        """True if the piece is all of the storage."""
         return self.shape.numel() * self.dtype.itemsize == self.storage_bytes
 
 
@@ -65,7 +65,7 @@ class _Call(NamedTuple):
     """Arguments, with a `Piece` for each meta tensor."""
     kwargs: Mapping[str, Any]
     read: list[Piece]
-    """All tensors among its arguments, also those that it writes to."""
+    """All tensors among its arguments, including those that it writes to."""
     written: list[Piece]
     results: list[Piece | None]
     """New tensors among its results; None for others."""
@@ -128,7 +128,7 @@ class RecordedValue:
         self._recording, self._name, self._piece, self._names = recording, name, piece, names
 
     def make(self, seed: int) -> Tensor:
-        """Make the whole value on the CPU, in at least float32. It changes torch's random state.
+        """Compute the whole value on the CPU, in at least float32. It changes torch's random state.
 
         Args:
             seed: Seed of the job.
@@ -151,14 +151,14 @@ class RecordedValue:
                 call.run(memory)
             except (RuntimeError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"{self._name!r} is given a value in configure_stage by {call.name}, which cannot be recorded: "
-                    f"{error}. Set it in reset_parameters() of the submodule that owns it, or in on_stages_built()"
+                    f"configure_stage gives {self._name!r} a value by {call.name}, which cannot be recorded: {error}. "
+                    "Set it in reset_parameters() of the submodule that owns it, or in on_stages_built()"
                 ) from error
         return _tensor_at(self._piece, memory)
 
 
 class Recording:
-    """A recording of the calls that set values of meta tensors while it is open. [Note: recorded values]."""
+    """A recording of the calls that set values of meta tensors while it is open. See [Note: recorded values]."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
@@ -192,7 +192,7 @@ class Recording:
         return {name: RecordedValue(self, name, piece, names) for name, piece in pieces if self._writers(piece.storage)}
 
     def needed(self, storage: int) -> list[tuple[int, _Call]]:
-        """Return the calls that the values of a storage depend on, with their numbers, in order."""
+        """Return the calls on which the values of a storage depend, with their numbers, in order."""
         needed: set[int] = set()
         states: list[tuple[int, int | None]] = [(storage, None)]
         while states:
@@ -233,7 +233,7 @@ class Recording:
         Args:
             function: Function to call again.
             args: Its arguments.
-            kwargs: Of the call.
+            kwargs: Arguments of the call.
             written: Tensors that it writes to.
             results: Tensors that it returns, and other leaves.
             is_random: True if it draws random numbers.
@@ -364,7 +364,7 @@ def _is_plain_meta(leaf: Any) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of its storage, also of one without memory."""
+    """Return the address of the tensor's storage, also for one without memory."""
     return tensor.untyped_storage()._cdata
 
 
@@ -380,7 +380,7 @@ def _piece_of(tensor: Tensor) -> Piece:
 
 
 def _kept(leaf: Any) -> Any:
-    """Keep an argument for a later call: the place of a meta tensor, a copy of any other, which may change."""
+    """Save an argument for a later call: the place of a meta tensor, or a copy of another tensor, which may change."""
     if _is_plain_meta(leaf):
         return _piece_of(leaf)
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf

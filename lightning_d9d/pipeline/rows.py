@@ -15,12 +15,12 @@ Path = tuple[Any, ...]
 """Keys and positions that lead to a part of a batch."""
 
 Form = Literal["rows", "columns", "whole"]
-"""The form of a list: one entry a row; parts that each have all rows; or a value that all rows share."""
+"""The form of a list: one entry for each row; parts that each have all rows; or a value that all rows share."""
 
 
 @dataclass
 class _Reading:
-    """One way to read rows in a batch."""
+    """One interpretation of the rows in a batch."""
 
     num_rows: int
     forms: dict[Path, Form] = field(default_factory=dict)
@@ -32,9 +32,9 @@ class _Reading:
 class BatchRows:
     """A finder of the rows of batches, which are trees (see `lightning_d9d.pipeline.trees`).
 
-    A tensor has its rows along dim 0. A list or tuple with as many entries as there are rows has one a row, such as a
-    text. The columns that torch's default_collate puts into a list are split one by one. Everything else is shared by
-    all rows. If the form of a list is ambiguous, its form in an earlier batch decides.
+    A tensor has its rows along dim 0. A list or tuple with as many entries as rows has one for each row, such as a
+    text. Columns that torch's default_collate puts into a list are split one by one. Everything else is shared by all
+    rows. If the form of a list is ambiguous, its form in an earlier batch decides.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class BatchRows:
 
         Args:
             batch: Any tree.
-            strict: If False, lists that could be rows or columns are taken for columns.
+            strict: If False, lists that could be rows or columns are interpreted as columns.
 
         Raises:
             ConfigError: The batch has no rows, or tensors that disagree, or, if `strict`, lists that could be both. Or
-                a list that was taken for columns in an earlier batch has one entry for each row.
+                a list that was interpreted as columns in an earlier batch has one entry for each row.
         """
         return self._read(batch, strict).num_rows
 
@@ -71,9 +71,9 @@ class BatchRows:
                 readings.append(reading)
         if not readings:
             raise ConfigError(
-                f"a batch is split into microbatches along dim 0, but it is {described(batch)}. Its tensors must "
-                "share one first size, at least 1, and so must lists with an entry for each row. Make such batches "
-                f"in the DataLoader's collate_fn, or {_REMEDY}"
+                f"a batch is split into microbatches along dim 0, but it is {described(batch)}. Its tensors must share "
+                "one first size, at least 1, and lists with an entry for each row must have it, too. Make such "
+                f"batches in the DataLoader's collate_fn, or {_REMEDY}"
             )
         as_before = [each for each in readings if all(self._known.get(p) == f for p, f in each.forms.items())]
         readings = as_before if len(as_before) == 1 else readings
@@ -90,7 +90,10 @@ class BatchRows:
         return reading
 
     def _fits(self, tree: Any, path: Path, reading: _Reading) -> bool | None:
-        """Return True if a tree has so many rows; None if nothing in it has rows. It notes the forms of its lists."""
+        """Return whether a tree has this many rows; None if nothing in it has rows.
+
+        It records the forms of its lists.
+        """
         if isinstance(tree, Tensor):
             return len(tree) == reading.num_rows if tree.ndim else None
         parts = children(tree)
@@ -131,8 +134,8 @@ class BatchRows:
         raise ConfigError(
             f"the rows of a batch cannot be counted or split: {where} is a list that is ambiguous, here or with an "
             "earlier batch. It could have one entry for each row, or tensors that each have all rows. There are "
-            f"{numbers} rows, and the batch is {described(batch)}. Make one tensor of its rows, or a dictionary of "
-            f"its columns, in the DataLoader's collate_fn; or {_REMEDY}"
+            f"{numbers} rows, and the batch is {described(batch)}. Make one tensor of its rows, or a dictionary of its "
+            f"columns, in the DataLoader's collate_fn; or {_REMEDY}"
         )
 
 
@@ -168,7 +171,7 @@ def _add_sizes(tree: Any, sizes: set[int], of_lists: set[int]) -> None:
 
 
 def _are_alike(values: list[Any]) -> bool:
-    """Return True if the values could be entries of different rows, such as tensors of one dtype and number of dims."""
+    """Return whether the values could be entries of different rows, such as tensors of one dtype and number of dims."""
     has_tensors = len(take_apart(values)[0]) > 0
     return not has_tensors or len({_kind(value) for value in values if value is not None}) < 2
 

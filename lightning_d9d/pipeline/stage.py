@@ -1,13 +1,13 @@
 """A running stage: its module, and the state of each microbatch from forward to backward.
 
 [Note: what is kept] Between forward and backward a microbatch keeps its graph and the inputs that get a gradient. The
-edges of the outputs that need one hold the graph. Outputs themselves are not kept: they are freed when they are sent.
-After an input backward only the inputs of weight gradients stay (`lightning_d9d.ops.weight_gradients`), and after the
-last backward nothing.
+edges of the outputs that need a gradient hold the graph. Outputs themselves are not kept: they are freed when they are
+sent. After an input backward only the inputs of weight gradients stay (`lightning_d9d.ops.weight_gradients`), and after
+the last backward nothing.
 
-[Note: one memory] A parameter's first gradient of a window is any tensor that autograd has. It may share memory with
-the gradient of an input or of another parameter (`x.view(shape) + weight.view(shape)`). Later gradients are added to it
-in place. The input's gradient may then still wait to be sent to the stage before, or be under way. So overlapping
+[Note: one memory] A parameter's first gradient of a window may be any tensor of autograd. It may share memory with the
+gradient of an input or of another parameter (`x.view(shape) + weight.view(shape)`). Later gradients are added to it in
+place. The input's gradient may then still wait to be sent to the previous stage, or be on its way. So overlapping
 gradients are copied.
 """
 
@@ -30,7 +30,7 @@ from lightning_d9d.pipeline.types import CountsTokens
 
 @dataclass
 class _Microbatch:
-    """The state of a microbatch. [Note: what is kept]."""
+    """The state of a microbatch. See [Note: what is kept]."""
 
     inputs: list[Tensor]
     edges: list[GradientEdge] = field(default_factory=list)
@@ -38,7 +38,7 @@ class _Microbatch:
 
 
 class Stage:
-    """A stage's module, which runs forward and backward microbatch by microbatch, in any order.
+    """A stage's module, which runs the forwards and backwards of microbatches in any order.
 
     Args:
         module: The stage's part of the model.
@@ -74,7 +74,7 @@ class Stage:
         Args:
             microbatch: Index of the microbatch.
             inputs: Tensors of `received` that get a gradient, in order.
-            received: Output of the stage before; None on the first.
+            received: Output of the previous stage; None on the first stage.
             arguments: Keyword arguments of this stage.
             splits_backward: True if its backward is split in two halves, so weight gradients are deferred.
         """
@@ -116,7 +116,7 @@ class Stage:
             raise
 
     def keep(self, microbatch: int, outputs: Sequence[Tensor]) -> None:
-        """Keep the graph of the outputs (or of the loss) for the backward, and not the outputs."""
+        """Keep the graph of the outputs (or of the loss) for the backward, but not the outputs."""
         self._live[microbatch].edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -151,7 +151,7 @@ class Stage:
         return taken
 
     def backward_weight(self, microbatch: int) -> None:
-        """Compute the weight gradients that were deferred, and forget the microbatch."""
+        """Compute the deferred weight gradients, and forget the microbatch."""
         weights = self._live.pop(microbatch).weights
         if weights is not None:
             weights.accumulate()
@@ -169,7 +169,7 @@ class Stage:
 
 
 def _keep_apart(parameters: Iterable[nn.Parameter], others: Iterable[Tensor]) -> None:
-    """Copy gradients that overlap with other tensors or with one another. [Note: one memory]."""
+    """Copy gradients that overlap with other tensors or with one another. See [Note: one memory]."""
     received = [parameter for parameter in parameters if parameter.grad is not None]
     if not received:
         return
@@ -187,7 +187,7 @@ def _keep_apart(parameters: Iterable[nn.Parameter], others: Iterable[Tensor]) ->
 
 
 def _separate(owners: list[nn.Parameter | None]) -> None:
-    """Copy the gradients of all parameters, except one if other tensors (None) are not among the owners."""
+    """Copy the gradients of all parameters except one; of all if other tensors (None) are not among the owners."""
     parameters = [owner for owner in owners if owner is not None]
     for parameter in parameters[0 if None in owners else 1 :]:
         assert parameter.grad is not None
@@ -195,7 +195,10 @@ def _separate(owners: list[nn.Parameter | None]) -> None:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return its first address and the one after its last. Gradients in a bucket share a storage without overlap."""
+    """Return the tensor's first address and the one after its last.
+
+    Gradients in a bucket share a storage without overlap.
+    """
     tensor = local(tensor)
     if tensor.numel() == 0:
         return 0, 0

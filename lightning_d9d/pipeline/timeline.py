@@ -1,4 +1,4 @@
-"""Observers of an executor's compute actions: when they really ran, and how much memory they kept."""
+"""Observers of an executor's compute actions: when they ran, and how much memory they kept."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Timeline:
     """A timeline of when compute actions began and ended, by the device's own clock.
 
     On CUDA an action begins when the stream has finished earlier work and has the action's inputs. It costs two events
-    an action, without waiting; `spans` waits.
+    for each action, without waiting; only `spans` waits.
 
     Args:
         device: Device that computes.
         group: The ranks of a pipeline, whose clocks start together: each starts its clock when its device has finished
-            a common barrier. On one host clocks differ by some ten microseconds; between hosts by the time of the
-            barrier's last message. Collective over them; None for one rank.
+            a common barrier. On one host clocks differ by about ten microseconds; between hosts by the time of the
+            barrier's last message. Measuring is collective over them; None for one rank.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -85,8 +85,8 @@ class Timeline:
 class ActivationBytes:
     """A meter of the memory that a microbatch keeps in a stage from its forward to its backward. Local.
 
-    On CUDA it is the memory allocated after a forward less that before. Elsewhere it is the memory of tensors that
-    autograd saves, without parameters; it does not see what recomputed functions keep.
+    On CUDA it is the increase of allocated memory during a forward. Elsewhere it is the memory of tensors that autograd
+    saves, without parameters; it does not see what recomputed functions keep.
 
     Args:
         modules: The stages' modules.

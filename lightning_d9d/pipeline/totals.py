@@ -51,10 +51,10 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def as_weighted(value: Tensor | WeightedLoss, rows: int | None, name: str) -> WeightedLoss:
-    """Turn a mean over `rows` rows into a sum with that weight; keep a `WeightedLoss`. Floats get at least float32.
+    """Convert a mean over `rows` rows to a sum with that weight; keep a `WeightedLoss`. Floats get at least float32.
 
     Raises:
-        ConfigError: The value is neither, or not a scalar, or a mean over rows that cannot be counted.
+        ConfigError: The value is neither, is not a scalar, or is a mean over rows that cannot be counted.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         if rows is None:

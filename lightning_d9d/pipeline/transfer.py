@@ -2,13 +2,13 @@
 
 [Note: schemas] A message does not have a header: the receiver knows the number and shapes of its tensors from the
 *schema*. A stage's schema follows from the shapes of the microbatch, its *signature*. Every rank of a pipeline knows
-the signature, since all read the same batch. The first message of each signature is preceded by its schema, and the
-receiver waits for it on the host. Later messages are not, so steps of known shapes do not wait. A schema includes which
-tensors are frozen or trained: `forget` makes the next message of every signature bring its schema again.
+the signature, because all read the same batch. The first message of each signature is preceded by its schema, and the
+receiver waits for it on the host. Later messages have no schema, so steps of known shapes do not wait. A schema
+includes which tensors are frozen or trained: `forget` makes the next message of every signature send its schema again.
 
-[Note: links] Each pair of ranks has a process group of its own for either direction of the model. NCCL runs the
-messages of one group one at a time. In a group of all ranks, a receive that waits for one neighbour would block a send
-to the other.
+[Note: links] Each pair of ranks has a separate process group for either direction of the model. NCCL runs the messages
+of one group one at a time. In a group of all ranks, a receive that waits for one neighbour would block a send to the
+other.
 
 [Note: after an error] A rank that raises in the middle of a schedule leaves some messages unsent and others unreceived.
 The watchdog ends ranks that wait for it. If all ranks raise and live on, the next run could receive a message of the
@@ -40,7 +40,7 @@ class Link(NamedTuple):
     """The connection of this rank to another rank of its pipeline. [Note: links]."""
 
     peer: int
-    """Global rank of the other."""
+    """Global rank of the peer."""
     forward: dist.ProcessGroup
     """Group for outputs of stages."""
     backward: dist.ProcessGroup
@@ -109,14 +109,14 @@ class _Posted(NamedTuple):
 
 
 class Messages:
-    """This rank's messages under way, by stage and microbatch.
+    """Messages of this rank that are under way, by stage and microbatch.
 
     Args:
         placement: The pipeline rank of each stage.
         links: Links to the pipeline ranks with a stage next to one of this rank's.
         device: Device of the tensors.
-        limit_seconds: Returns how long the host waits for a message at present; None: the limit that the link's group
-            was made with.
+        limit_seconds: Returns the current time limit of the host's wait for a message; None: the limit with which the
+            link's group was made.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Messages:
     # Outputs of stages
 
     def send_forward(self, stage: int, signature: Hashable, schema: Schema, tensors: Sequence[Tensor]) -> None:
-        """Send the output of `stage` to the rank of the next one. Does not wait.
+        """Send the output of `stage` to the rank of the next one. It does not wait.
 
         Raises:
             ConfigError: The schema differs from that of earlier microbatches of the same shapes, or the output is on
@@ -165,9 +165,9 @@ class Messages:
             self._send(content, link.peer, link.forward)
         elif known != schema:
             raise ConfigError(
-                f"stage {stage} returned {_described(schema)} for a microbatch, after {_described(known)} for one "
-                "of the same shapes in this epoch. The output must follow from the input's shapes. Pad outputs to "
-                "a size that follows from the inputs' shapes, and freeze or unfreeze parameters between epochs"
+                f"stage {stage} returned {_described(schema)} for a microbatch, after {_described(known)} for one of "
+                "the same shapes in this epoch. The output must follow from the input's shapes. Pad outputs to a size "
+                "that follows from the inputs' shapes, and freeze or unfreeze parameters between epochs"
             )
         for tensor in tensors:
             self._send(tensor.detach().contiguous(), link.peer, link.forward)
@@ -191,7 +191,7 @@ class Messages:
     # Gradients
 
     def send_backward(self, stage: int, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of the input of `stage` to the rank of the stage before, without waiting."""
+        """Send the gradients of the input of `stage` to the rank of the previous stage, without waiting."""
         link = self.links[self.placement[stage - 1]]
         for gradient in gradients:
             self._send(gradient.contiguous(), link.peer, link.backward)
@@ -213,7 +213,7 @@ class Messages:
         self._sent.clear()
 
     def drop(self) -> None:
-        """Forget all messages under way, and the links. [Note: after an error]."""
+        """Forget all messages under way, and the links. See [Note: after an error]."""
         for link in self.links.values():
             abandon(link.forward)
             abandon(link.backward)

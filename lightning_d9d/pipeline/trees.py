@@ -1,4 +1,4 @@
-"""Trees of tensors, taken apart and put together again: batches, and outputs of stages.
+"""Trees of tensors, which can be taken apart and put together again: batches, and outputs of stages.
 
 A tree is a tensor, or a list, tuple, deque, NamedTuple, mapping (of any class) or dataclass of trees. Other leaves
 (None, numbers, texts) are kept unchanged.
@@ -57,7 +57,7 @@ def others(skeleton: Skeleton) -> list[Any]:
 
 
 def in_words(skeleton: Skeleton, tensors: list[str]) -> str:
-    """Describe the leaves of a tree in order, tensors by these texts."""
+    """Describe the leaves of a tree in order, with these texts for tensors."""
     return ", ".join(tensors[leaf.place] if isinstance(leaf, _Hole) else repr(leaf) for leaf in _leaves(skeleton.root))
 
 
@@ -121,7 +121,7 @@ def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
         values: Its new values: by name if it has names (a mapping may get other names), else in order.
 
     Raises:
-        ConfigError: The class cannot be made from a dictionary or a list of values.
+        ConfigError: The class cannot be built from a dictionary or a list of values.
     """
     try:
         if isinstance(tree, defaultdict):
@@ -131,13 +131,13 @@ def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
         return _made(type(tree), names, list(values.values()) if isinstance(values, Mapping) else list(values))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"a batch has a {type(tree).__name__}, which cannot be made from new values ({error}). Make it a "
+            f"a batch has a {type(tree).__name__}, which cannot be built from new values ({error}). Make it a "
             "dictionary in the DataLoader's collate_fn, or override split_batch(batch, n)"
         ) from error
 
 
 def copy_containers(tree: Any) -> Any:
-    """Copy all containers but not their leaves; dataclasses, and classes that cannot be made again, are not copied."""
+    """Copy all containers but not their leaves; dataclasses, and classes that cannot be built again, are not copied."""
     parts = None if dataclasses.is_dataclass(tree) else children(tree)
     if parts is None:
         return tree

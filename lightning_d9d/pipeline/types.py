@@ -32,7 +32,7 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Keyword arguments for the forward of the stages, taken out of one microbatch.
+    """Keyword arguments for the forward of the stages, taken from one microbatch.
 
     `first` goes to the first stage only (later ones receive the previous stage's output), `shared` to every stage.
     """
@@ -46,8 +46,8 @@ class WeightedLoss:
     """A loss given as a sum and the weight to divide it by, such as the number of tokens that count.
 
     Gradients become those of sum(value_sum) / sum(weight) over every microbatch, rank and accumulation step, so a token
-    weighs the same wherever it lies. Both are scalar tensors; `weight` needs no gradient and may be zero. A number is
-    converted to a tensor. Floats of any dtype are added up in at least float32. Under mixed precision `microbatch_loss`
+    has the same weight on every rank. Both are scalar tensors; `weight` needs no gradient and may be zero. A number is
+    converted to a tensor. Floats of any dtype are summed in at least float32. Under mixed precision `microbatch_loss`
     runs in autocast on any mesh; there `torch.nn.functional.cross_entropy` sums in float32 too.
     """
 
@@ -59,7 +59,7 @@ class WeightedLoss:
 class CountsTokens(Protocol):
     """A module inside a stage that counts the tokens it sees, such as `lightning_d9d.modules.ExpertBalance`.
 
-    Its buffers that are not persistent have this rank's counts: other ranks never overwrite them.
+    Its non-persistent buffers have this rank's counts: other ranks never overwrite them.
     """
 
     counts_tokens: bool
@@ -67,7 +67,7 @@ class CountsTokens(Protocol):
 
 
 def shared_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the buffers of a module that replicas share: all but counts. See `CountsTokens`."""
+    """Return the buffers of a module that replicas share: all except counts. See `CountsTokens`."""
     counts = {
         buffer
         for part in module.modules()

@@ -1,7 +1,10 @@
-"""Pages about runs, made from what loggers wrote: `lightning-d9d report DIRECTORY`. Without torch and Lightning.
+"""Pages about runs, made from the files of loggers: `lightning-d9d report DIRECTORY`.
 
-`files.py` finds what a run left, and `series.py` reads the values of its jobs. `charts.py` says which of them are drawn
-together, and `svg.py` and `image.py` draw. `page.py` puts all on one page, and `command.py` is the subcommand.
+They need neither torch nor Lightning.
+
+`files.py` finds the files of a run, and `series.py` reads the values of its jobs. `charts.py` decides which values
+share a chart, and `svg.py` and `image.py` draw. `page.py` puts everything on one page, and `command.py` is the
+subcommand.
 """
 
 from lightning_d9d.report.charts import Chart, Line, charts_of

@@ -1,4 +1,4 @@
-"""The charts of a run: which values are drawn together, and with how many points."""
+"""The charts of a run: which values share a chart, and the number of points."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 MAX_POINTS = 1000
-"""With more points a line would be as wide as a chart; each part of it keeps its smallest and its largest value."""
+"""Maximum number of points: a line with more would be as wide as a chart. Each part of it keeps its smallest and its
+largest value."""
 _LARGEST = 1e300
-"""Beyond it the height of a chart is not a number."""
+"""Above this value the height of a chart is not finite."""
 _SMALLEST = 1e-290
-"""Below it the distance of two ticks is 0."""
+"""Below this value the distance of two ticks is 0."""
 _MOST_ENTRIES = 12
 _MOST_COLOURS = 8
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
-"""Six of eight that colour-blind people tell apart: Okabe and Ito, "Color universal design", 2008; and two more."""
+"""Six of eight colours that colour-blind people can distinguish (Okabe and Ito, "Color universal design", 2008), and
+two more."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values of one name."""
+    """The values of one name."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    """Steps and values; one that is not finite interrupts the line."""
+    """Steps and values; a value that is not finite interrupts the line."""
     colour: str
     base: Sequence[float] | None = None
-    """Where a stacked part begins, at each step."""
+    """The beginning of a stacked part, at each step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Chart:
     """A picture over the optimizer steps of a run."""
 
     key: str
-    """For names of files."""
+    """The chart's name in file names."""
     title: str
     lines: Sequence[Line]
     low: float
@@ -78,10 +80,10 @@ _KINDS = (
 
 
 def charts_of(values: Mapping[str, Sequence[tuple[int, float]]]) -> list[Chart]:
-    """Return the charts of what was logged. Values of other names get charts of their own, behind the rest. Local.
+    """Return the charts of logged values. Values of other names get separate charts, after the others. Local.
 
     Args:
-        values: By name, steps and values in the order of steps. A name without a finite value has no line.
+        values: Steps and values by name, in the order of steps. A name without a finite value has no line.
     """
     drawn = {name: thinned(points) for name, points in values.items() if any(_is_finite(value) for _, value in points)}
     logged = [step for points in drawn.values() for step in (points[0][0], points[-1][0])]
@@ -116,7 +118,7 @@ def _beside(values: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
 
 
 def _stacked(values: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
-    """Lines on top of each other, at the steps that all have."""
+    """Return lines that are stacked, at the steps that all of them have."""
     by_step = [{step: value for step, value in points if _is_finite(value)} for points in values.values()]
     steps = sorted(set.intersection(*map(set, by_step)))
     if not steps:
@@ -130,7 +132,10 @@ def _stacked(values: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Return at most `MAX_POINTS` points: the ends of a line, and of each part of it the ends in height. Local."""
+    """Return at most `MAX_POINTS` points: the ends of a line, and the lowest and highest point of each part of it.
+
+    Local.
+    """
     if len(points) <= MAX_POINTS:
         return points
     num_parts = MAX_POINTS // 2 - 1
@@ -154,7 +159,7 @@ def segments(line: Line) -> list[list[tuple[float, float]]]:
 
 
 def ends(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the lines that a legend has: all, or the first and the last of many. Local."""
+    """Return the lines of a legend: all, or the first and the last of many. Local."""
     return lines if len(lines) <= _MOST_ENTRIES else [lines[0], lines[-1]]
 
 
@@ -171,7 +176,7 @@ def _colour(index: int, number: int) -> str:
 
 
 def _by_number(name: str) -> tuple[str, float, str]:
-    """Sort layer_10 behind layer_9."""
+    """Sort layer_10 after layer_9."""
     stem = name.rstrip("0123456789")
     return stem, float(name[len(stem) :] or -1), name
 

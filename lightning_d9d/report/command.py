@@ -1,4 +1,4 @@
-"""`lightning-d9d report`: a page about what a run has logged, and pictures."""
+"""`lightning-d9d report` makes a page, and pictures, about the logged values of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAGE = "report.html"
 
 @dataclass(frozen=True)
 class Report:
-    """The files that were written, and what they show."""
+    """The files that were written, and their contents."""
 
     page: Path
     pictures: list[Path]
@@ -31,16 +31,18 @@ class Report:
 
 
 def make_report(directory: str | Path, page: str | Path | None = None, pictures: str | Path | None = None) -> Report:
-    """Draw what a run has logged: a page with everything in it and, if asked for, a PNG file for each chart. Local.
+    """Draw the logged values of a run: a page with everything in it and, if requested, a PNG file for each chart.
+
+    Local.
 
     Args:
-        directory: The folder of one job (`version_0`), of all jobs of a logger (`lightning_logs`), or one above. The
-            last run in it is drawn. Jobs that go on with each other are one run.
-        page: Ends in .html; by default `report.html` in the directory. It is replaced.
-        pictures: A folder, which is made, for PNG files. It needs matplotlib (extra `viz`).
+        directory: The folder of one job (`version_0`), of all jobs of a logger (`lightning_logs`), or a folder above
+            these. The last run in it is drawn. Jobs that continue each other are one run.
+        page: File that ends in .html; by default `report.html` in the directory. An existing file is replaced.
+        pictures: A folder, which is made, for PNG files. This needs matplotlib (extra `viz`).
 
     Raises:
-        ConfigError: Nothing or more than one run is logged there, a library is missing, or a file cannot be written.
+        ConfigError: Nothing is logged there, or several runs are; a library is missing, or a file cannot be written.
         StateError: A log is damaged or cannot be read.
     """
     directory = Path(directory)
@@ -70,7 +72,9 @@ def _writing(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {reason(error)}; give another place, or make room") from error
+        raise ConfigError(
+            f"{path} cannot be written: {reason(error)}; give another place, or free some space"
+        ) from error
 
 
 def _replace(path: Path, content: str) -> None:

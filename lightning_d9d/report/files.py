@@ -1,4 +1,4 @@
-"""The files that a run left below a directory: logs, pictures, and reports of hangs."""
+"""The files of a run below a directory: logs, pictures, and reports of hangs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Found:
     """The files below a directory."""
 
     logs: Sequence[Path]
-    """Folders that a logger wrote, those of one run or of several with the same name, in their order."""
+    """Folders that a logger wrote: those of one run, or of several runs with the same name, in their order."""
     pictures: Sequence[Path]
     hangs: Sequence[Path]
     """Reports of hangs, the oldest first."""
 
 
 def find_files(directory: Path) -> Found:
-    """Look for what a run left. Hidden folders, checkpoints and links to folders are left out. Local.
+    """Find the files of a run. Hidden folders, checkpoints and links to folders are left out. Local.
 
     Args:
-        directory: The folder of one job (`version_0`), of all jobs of a logger, or one in which such folders are.
+        directory: The folder of one job (`version_0`), of all jobs of a logger, or a folder with such folders.
 
     Raises:
         ConfigError: The directory does not exist, is a file, or has no logs or those of several loggers.
@@ -54,8 +54,8 @@ def find_files(directory: Path) -> Found:
         hangs += [folder / each for each in files if fnmatchcase(each, HANGS)]
     if not logs:
         raise ConfigError(
-            f"nothing is logged below {directory}: no {METRICS} of CSVLogger, no event files of TensorBoard; give the "
-            "Trainer one of these loggers. W&B, MLflow and Aim draw their runs themselves"
+            f"nothing is logged below {directory}: no {METRICS} of CSVLogger, no event files of TensorBoard; use one "
+            "of these loggers in the Trainer. W&B, MLflow and Aim draw their runs themselves"
         )
     names = sorted({str(each.parent) for each in logs})
     if len(names) > 1:
@@ -65,6 +65,6 @@ def find_files(directory: Path) -> Found:
 
 
 def _place(folder: Path) -> tuple[float, str]:
-    """Return the place among jobs: `version_10` is behind `version_9`."""
+    """Return the place among jobs: `version_10` comes after `version_9`."""
     number = re.fullmatch(r"version_(\d+)", folder.name)
     return (float(number[1]) if number else float("inf"), folder.name)

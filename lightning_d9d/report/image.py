@@ -1,4 +1,4 @@
-"""Charts as PNG files, by matplotlib (extra `viz`)."""
+"""Charts as PNG files, drawn by matplotlib (extra `viz`)."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def save_image(chart: Chart, restarts: Sequence[float], path: Path) -> None:
 
 
 def _plain(words: str) -> str:
-    """Text in which matplotlib sees no formula."""
+    """Return text in which matplotlib finds no formula."""
     return printable(words).replace("$", r"\$")

@@ -44,12 +44,12 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def page_of(run: Run, charts: Sequence[Chart], found: Found) -> str:
-    """Return the page. Reads pictures and reports of hangs. Local.
+    """Return the page. Function that reads pictures and reports of hangs. Local.
 
     Args:
         run: The values, for the table of all of them.
-        charts: Of the run.
-        found: What else there is.
+        charts: Title of the run.
+        found: Further files of the run.
 
     Raises:
         OSError: A picture or a report cannot be read.

@@ -1,7 +1,7 @@
-"""The values that loggers wrote, of one job or of several that go on with each other.
+"""The logged values of one job, or of several that continue each other.
 
-[Note: going back] A job that goes on from a checkpoint does again the steps behind it. A value replaces those of its
-name at the same step and later ones, which an earlier job wrote.
+[Note: going back] A job that resumes from a checkpoint repeats the steps after it. A value replaces those of its name
+at the same and later steps, which an earlier job wrote.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Point = tuple[int, float]
 """A step and a value."""
 
 _NO_VALUES = {"step", "epoch", "hp_metric"}
-"""Names that loggers add to what was logged."""
+"""Names that loggers add to the logged values."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """The folder of one job, or of several that wrote into it."""
+    """The folder of one job, or of several jobs that wrote into it."""
 
     folder: Path
     values: dict[str, list[Point]] = field(default_factory=dict)
     restarts: dict[str, list[int]] = field(default_factory=dict)
-    """By name the steps at which a job went on that had gone back."""
+    """The steps at which a job resumed after going back, by name."""
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Add a value. [Note: going back]."""
+        """Add a value. See [Note: going back]."""
         points = self.values.setdefault(name, [])
         if points and points[-1][0] > step:
             self.restarts.setdefault(name, []).append(step)
@@ -45,16 +45,16 @@ class _Job:
 
     @property
     def main(self) -> str:
-        """The name with most values."""
+        """The name with the most values."""
         return max(sorted(self.values), key=lambda name: len(self.values[name]))
 
     @property
     def trains(self) -> bool:
-        """It has steps: `validate` and `test` log at step 0."""
+        """True if the job has steps: `validate` and `test` log at step 0."""
         return any(points[-1][0] > 0 for points in self.values.values())
 
     def goes_on(self, before: _Job) -> bool:
-        """Tell whether this job goes on with an earlier one: it begins later than with its first interval of logs."""
+        """Return whether this job continues an earlier one: it begins after its first interval of logs."""
         points = self.values[self.main]
         gaps = Counter(later[0] - earlier[0] for earlier, later in pairwise(points))
         begin = points[0][0]
@@ -63,24 +63,24 @@ class _Job:
 
 @dataclass(frozen=True)
 class Run:
-    """All that was logged of one run."""
+    """All logged values of one run."""
 
     folders: Sequence[Path]
     """The folders of its jobs."""
     values: Mapping[str, Sequence[Point]]
-    """By name, in the order of steps."""
+    """Values by name, in the order of steps."""
     restarts: Sequence[int]
-    """The first steps of jobs that went on."""
+    """The first steps of resumed jobs."""
     notes: Sequence[str]
-    """Sentences on what is not drawn."""
+    """Sentences about values that are not drawn."""
 
 
 def read_run(folders: Sequence[Path]) -> Run:
-    """Read the last run of some folders: the last job, and those before that it goes on with. Local.
+    """Read the last run of some folders: the last job, and the earlier ones that it continues. Local.
 
     Args:
-        folders: Of jobs, in their order, each with a `metrics.csv` or with event files of TensorBoard. Where there are
-            both the former is read.
+        folders: Folders of jobs, in their order, each with a `metrics.csv` or with event files of TensorBoard. If a
+            folder has both, `metrics.csv` is read.
 
     Raises:
         ConfigError: Nothing was logged, or TensorBoard is not installed to read its files.
@@ -122,7 +122,7 @@ def _read_job(folder: Path) -> _Job:
 
 
 def _of_csv(path: Path, notes: list[str]) -> Iterator[tuple[str, int, float]]:
-    """Names, steps and values of a file of CSVLogger. A last line without an end is left out, with a note."""
+    """Read names, steps and values of a file of CSVLogger. A last line without an end is left out, with a note."""
     text, newline, rest = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
     if rest:
         notes.append(f"The last line of {path} has no end, as where a job was killed. It is left out.")
@@ -165,15 +165,15 @@ def _number(cell: str, name: str, where: str) -> float:
 
 
 def _of_events(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Names, steps and values of TensorBoard's event files, in the order in which they were written."""
+    """Read names, steps and values of TensorBoard's event files, in the order in which they were written."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-not-found]
             EventAccumulator,
         )
     except ImportError as error:
         raise ConfigError(
-            f"{folder} has event files of TensorBoard, which is not installed to read them: pip install tensorboard, "
-            "or give the Trainer a CSVLogger, too"
+            f"{folder} has event files of TensorBoard, but TensorBoard is not installed: pip install tensorboard, or "
+            "add a CSVLogger to the Trainer"
         ) from error
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
     events.Reload()

@@ -14,7 +14,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 10, 36
 _NUM_TICKS = 8
 _Axis = Callable[[float], str]
 _MOST_MARKED = 40
-"""Lines with more points have no marks."""
+"""Lines with more points have no markers."""
 
 
 def draw(chart: Chart, restarts: Sequence[float]) -> str:
@@ -75,17 +75,17 @@ def _stack(line: Line, x: _Axis, y: _Axis) -> list[str]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between two, nine at most. Local."""
+    """Return round numbers between two values, nine at most. Local."""
     power = 10.0 ** math.floor(math.log10((high - low) / _NUM_TICKS))
     step = next(times * power for times in (1, 2, 5, 10, 20) if times * power * _NUM_TICKS >= high - low)
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def number(value: float) -> str:
-    """Return it in six digits at most. Local."""
+    """Return a number in six digits at most. Local."""
     return f"{value:.6g}"
 
 
 def text(words: str) -> str:
-    """Return text of a file as it stands in a page: it neither ends an element nor steers a terminal. Local."""
+    """Return text of a file in the form for a page: it can neither end an element nor control a terminal. Local."""
     return escape(printable(words))

@@ -3,8 +3,8 @@
 A *schedule* (`schedule.py`: the base class; one file a family) makes a *program* (`program.py`). A program has the
 *actions* (`actions.py`) of every pipeline rank in the order in which it runs them. Passes (`communications.py`) add
 messages and collectives. `check.py` refuses programs that cannot run, `simulate.py` predicts their times, `plot.py`
-draws them, and `spans.py` reads costs off real runs. `Auto` (`tune.py`) chooses a schedule by the costs of layers
-(`layers.py`, `measured.py`) and splits layers into stages (`partition.py`). `resolve_schedule` turns a short name into
+draws them, and `spans.py` reads costs from real runs. `Auto` (`tune.py`) chooses a schedule by the costs of layers
+(`layers.py`, `measured.py`) and splits layers into stages (`partition.py`). `resolve_schedule` converts a short name to
 a schedule.
 """
 
@@ -57,7 +57,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
     """Turn a short name into its schedule, return a schedule unchanged, and take `OneForwardOneBackward()` for None.
 
-    A short name may be in capitals, or be the name of its class: "1F1B", "ZeroBubbleV".
+    A short name may be in capitals, or be the name of the class: "1F1B", "ZeroBubbleV".
 
     Raises:
         ScheduleError: The name is unknown, or the object is not a schedule.
@@ -70,8 +70,8 @@ def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
         raise ScheduleError(f"schedule={schedule.__name__} is a class; give an object, {schedule.__name__}()")
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
-            f"schedule={schedule!r} is not a schedule; choose one of {sorted(SCHEDULES)}, or an object of a class "
-            "that extends lightning_d9d.schedule.Schedule"
+            f"schedule={schedule!r} is not a schedule; choose one of {sorted(SCHEDULES)}, or an object of a class that "
+            "extends lightning_d9d.schedule.Schedule"
         )
     return schedule
 
@@ -82,7 +82,7 @@ def _find(name: str) -> type[Schedule]:
         return kind
     if name.casefold() == "auto":
         raise ScheduleError(
-            f"schedule={name!r} needs to know the batch: class_path: Auto with init_args: batch_size and "
+            f"schedule={name!r} needs the shape of the batch: class_path: Auto with init_args: batch_size and "
             "sequence_length in a file, or Auto(batch_size=..., sequence_length=...) in Python"
         )
     raise ScheduleError(

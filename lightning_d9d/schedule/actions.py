@@ -1,4 +1,4 @@
-"""The actions a program is made of: frozen values with a short text that `parse` reads back.
+"""The actions of a program: frozen values with a short text that `parse` reads back.
 
 `<stage><kind><microbatch>`: `0F3` is stage 0's forward of microbatch 3. Kinds: F forward, B full backward, I input
 backward, W weight backward, SEND_F, RECV_F, SEND_B, RECV_B messages. A whole stage has UNSHARD, RESHARD, REDUCE_GRAD. A
@@ -16,7 +16,7 @@ from lightning_d9d.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
-    """Something done to a whole stage."""
+    """An action on a whole stage."""
 
     code: ClassVar[str]
     stage: int
@@ -27,7 +27,7 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchAction:
-    """Something done to one microbatch in one stage."""
+    """An action on one microbatch in one stage."""
 
     code: ClassVar[str]
     stage: int
@@ -53,10 +53,12 @@ class Backward(MicrobatchAction):
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput(MicrobatchAction):
-    """Compute the gradients of the stage's inputs, which the stage before waits for; a `BackwardWeight` follows. `0I3`.
+    """Compute the gradients of the stage's inputs, for which the previous stage waits; a `BackwardWeight` follows.
 
-    Stage 0 has inputs without gradients, and nobody waits for them. Its programs have this action all the same. The
-    executor decides how much of the backward it runs here and how much in the `BackwardWeight`.
+    `0I3`.
+
+    Stage 0 has inputs without gradients, and no rank waits for them. Its programs have this action, too. The executor
+    decides how much of the backward it runs here and how much in the `BackwardWeight`.
     """
 
     code: ClassVar[str] = "I"
@@ -64,35 +66,35 @@ class BackwardInput(MicrobatchAction):
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight(MicrobatchAction):
-    """Compute the gradients of the stage's weights after a `BackwardInput`. Nobody waits for them. `0W3`."""
+    """Compute the gradients of the stage's weights after a `BackwardInput`. No rank waits for them. `0W3`."""
 
     code: ClassVar[str] = "W"
 
 
 @dataclass(frozen=True, slots=True)
 class SendForward(MicrobatchAction):
-    """Send the stage's output to the stage behind it. `0SEND_F3`; `1RECV_F3` receives it."""
+    """Send the stage's output to the next stage. `0SEND_F3`; `1RECV_F3` receives it."""
 
     code: ClassVar[str] = "SEND_F"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveForward(MicrobatchAction):
-    """Receive the stage's input from the stage before it. `1RECV_F3`."""
+    """Receive the stage's input from the previous stage. `1RECV_F3`."""
 
     code: ClassVar[str] = "RECV_F"
 
 
 @dataclass(frozen=True, slots=True)
 class SendBackward(MicrobatchAction):
-    """Send the gradient of the stage's input to the stage before it. `1SEND_B3`; `0RECV_B3` receives it."""
+    """Send the gradient of the stage's input to the previous stage. `1SEND_B3`; `0RECV_B3` receives it."""
 
     code: ClassVar[str] = "SEND_B"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveBackward(MicrobatchAction):
-    """Receive the gradient of the stage's output from the stage behind it. `0RECV_B3`."""
+    """Receive the gradient of the stage's output from the next stage. `0RECV_B3`."""
 
     code: ClassVar[str] = "RECV_B"
 
@@ -106,7 +108,7 @@ class Unshard(StageAction):
 
 @dataclass(frozen=True, slots=True)
 class Reshard(StageAction):
-    """Free what `Unshard` gathered. `0RESHARD`."""
+    """Free the parameters that `Unshard` gathered. `0RESHARD`."""
 
     code: ClassVar[str] = "RESHARD"
 

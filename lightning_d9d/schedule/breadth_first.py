@@ -11,7 +11,7 @@ from lightning_d9d.schedule.schedule import Schedule
 class GPipe(Schedule):
     """All forwards, then all backwards, newest microbatch first (Huang et al. 2019, arXiv:1811.06965).
 
-    Keeps the activations of every microbatch alive at once.
+    It keeps the activations of every microbatch at the same time.
     """
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
@@ -23,11 +23,12 @@ class LoopedBFS(Schedule):
     """Breadth-first pipeline parallelism (Lamy-Poirier 2022, arXiv:2211.05953): GPipe with several stages a rank.
 
     A rank runs all microbatches through one of its stages before the next. So each stage is gathered once and its
-    gradients are reduced once, while other stages compute. Keeps the activations of every microbatch alive at once.
+    gradients are reduced once, while other stages compute. It keeps the activations of every microbatch at the same
+    time.
 
     Args:
-        stages_per_rank: How many stages each rank holds; stages go round and round over the ranks. More stages make the
-            bubble smaller.
+        stages_per_rank: Number of stages on each rank; stages are placed round-robin over the ranks. More stages make
+            the bubble smaller.
     """
 
     def __init__(self, stages_per_rank: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a program as it is written: each rank's order is possible, and the ranks together leave nothing out.
+"""Checks a program statically: each rank's order is possible, and the ranks together leave nothing out.
 
 `simulate` finds ranks that wait for one another in a circle.
 """
@@ -31,13 +31,13 @@ from lightning_d9d.schedule.program import Program
 
 
 def check(program: Program) -> None:
-    """Refuse a program that leaves work out, does it twice, or uses what is not there yet.
+    """Refuse a program that leaves work out, repeats it, or uses results that do not exist yet.
 
     Every stage runs every microbatch forward once and, unless the program is forward-only, backward once: full, or
-    input and then weight. An action comes after what it uses on its rank. Messages may be absent. If there are some,
-    each that crosses ranks is sent and received once, and both ranks have their messages in the same order.
-    Data-parallel actions may be absent; if there are some, stages are unsharded when used, and gradients are reduced
-    once, when complete.
+    input and then weight. An action comes after the actions of its rank whose results it uses. Messages may be absent.
+    If there are some, each that crosses ranks is sent and received once, and both ranks have their messages in the same
+    order. Data-parallel actions may be absent; if there are some, stages are unsharded when used, and gradients are
+    reduced once, when complete.
 
     Raises:
         ScheduleError: An action is wrong. The message has the first such action, its rank, and the remedy.
@@ -57,11 +57,11 @@ def check(program: Program) -> None:
 
 
 class _WrongError(Exception):
-    """The current action is wrong, for this reason."""
+    """Raised because the current action is wrong, with the reason."""
 
 
 class _Walk:
-    """Everything done so far. A stage's actions are on one rank, so its marks are in that rank's order."""
+    """The record of all actions so far. A stage's actions are on one rank, so its marks follow that rank's order."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -83,7 +83,7 @@ class _Walk:
         """(sender, receiver) -> the messages, as their sends."""
 
     def take(self, rank: int, action: Action) -> None:
-        """Refuse `action`, or note that it is done."""
+        """Refuse `action`, or record it as done."""
         if isinstance(action, Overlapped):
             self.compute(rank, action.first)
             self.compute(rank, action.second)
@@ -100,11 +100,11 @@ class _Walk:
     def place(self, rank: int, stage: int) -> None:
         if stage >= self.num_stages or self.placement[stage] != rank:
             where = f"on rank {self.placement[stage]}" if stage < self.num_stages else "never run forward"
-            raise _WrongError(f"is of stage {stage}, which is {where}")
+            raise _WrongError(f"belongs to stage {stage}, but there are {where}")
 
     def once(self, action: ComputeAction | MessageAction) -> tuple[int, int]:
         if action.microbatch >= self.num_microbatches:
-            raise _WrongError(f"is of microbatch {action.microbatch}, but there are {self.num_microbatches}")
+            raise _WrongError(f"belongs to microbatch {action.microbatch}, but there are {self.num_microbatches}")
         key = (action.stage, action.microbatch)
         done = self.done[type(action)]
         if key in done:
@@ -176,7 +176,7 @@ class _Walk:
             self.reduced.add(stage)
         elif isinstance(action, Unshard):
             if stage in self.unsharded:
-                raise _WrongError("gathers a stage that is gathered already; leave it out")
+                raise _WrongError("gathers a stage that is already gathered; leave it out")
             self.unsharded.add(stage)
         elif stage not in self.unsharded:
             raise _WrongError(f"frees a stage that is not gathered; put {Unshard(stage)} before it")
@@ -218,7 +218,7 @@ class _Walk:
 
 
 def _waits_for(action: ComputeAction, other: ComputeAction) -> bool:
-    """Return True if `action` uses what `other` of the same rank computes."""
+    """Return whether `action` uses a result of `other` on the same rank."""
     if action.microbatch != other.microbatch:
         return False
     if isinstance(action, Forward):

@@ -1,10 +1,10 @@
 """Passes that add communication: messages between stages, and the collectives of data parallelism.
 
-[Note: one global order] Messages are written into a program in one order over all ranks. In this order they would leave
-if links took no time. Every rank has its part of that order. Ranks may run their messages one at a time, each message
-holding both ends (NCCL on one stream). They never wait in a circle: the first message of the order that has not run yet
-is the next one of both its ranks. Their computation in front of it began before it left, and depends only on messages
-that are earlier in the order.
+[Note: one global order] Messages are written into a program in one order over all ranks. It is the order in which they
+would leave if links took no time. Every rank has its part of that order. Ranks may run their messages one at a time,
+each message holding both ends (NCCL on one stream). They never wait in a circle: the first message of the order that
+has not run yet is the next one of both its ranks. The computation before such a message began before the message left,
+and depends only on earlier messages of the order.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Qwen3-MoE. Whole numbers keep times exact.
 def add_messages(program: Program) -> Program:
     """Add the sends and receives that a program of compute actions needs.
 
-    A send directly follows the action that makes its content. Its receive follows the action that the receiving rank
-    runs when the message leaves, if actions take as long as `COSTS` says. So it is the message that waits, not the
-    receive. On GPUs a waiting receive slows overlapping compute more, and its buffer would be allocated earlier.
+    A send directly follows the action that computes its content. Its receive follows the action that the receiving rank
+    runs when the message leaves, if actions take as long as `COSTS` says. So if one of the two must wait, it is the
+    message. On GPUs a waiting receive slows overlapping compute more, and its buffer would be allocated earlier.
 
     Raises:
         ScheduleError: The program is illegal, deadlocks, or has messages.
     """
     if program.has_messages:
-        raise ScheduleError("the program has sends and receives already; pass a program of compute actions only")
+        raise ScheduleError("the program already has sends and receives; pass a program of compute actions only")
     spans = _by_rank(program)
     behind: list[list[tuple[int, MessageAction]]] = [[] for _ in program.ranks]
     """The messages of each rank, each with the position of the compute action that it follows (-1: none)."""
@@ -66,7 +66,7 @@ def _by_rank(program: Program) -> list[list[Span]]:
 
 
 def _sends(program: Program, spans: list[list[Span]]) -> list[tuple[float, int, int, MessageAction]]:
-    """Return the global order: time, rank, position of the action that makes the content, and send."""
+    """Return the global order: time, rank, position of the action that computes the content, and send."""
     order: list[tuple[float, int, int, MessageAction]] = []
     for rank, of_rank in enumerate(spans):
         for position, span in enumerate(of_rank):
@@ -87,7 +87,7 @@ def _running(spans: list[Span], time: float) -> int:
 
 
 def _woven(actions: tuple[Action, ...], messages: list[tuple[int, MessageAction]]) -> Iterator[Action]:
-    """Return `actions` with each message after its position."""
+    """Return `actions` with each message inserted after its position."""
     waiting = deque(messages)
     for position in range(-1, len(actions)):
         if position >= 0:

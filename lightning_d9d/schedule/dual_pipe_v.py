@@ -1,4 +1,4 @@
-"""DualPipeV: forwards and backwards of different microbatches in overlapped pairs, on two stages a rank."""
+"""DualPipeV: Forwards and backwards of different microbatches in overlapped pairs, with two stages a rank."""
 
 from __future__ import annotations
 

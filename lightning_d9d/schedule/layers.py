@@ -22,12 +22,12 @@ ATTENTION_BACKWARD = 2.5
 
 
 class Moment(NamedTuple):
-    """Bytes that are there for a while in a layer's backward, beside what it keeps and the gradient of its output."""
+    """Bytes that exist for a time in a layer's backward, beside the kept tensors and the gradient of its output."""
 
     row_bytes: float
-    """For each row; less than 0 where what was kept is gone."""
+    """Bytes for each row; less than 0 if kept tensors have been freed."""
     gradient_bytes: float
-    """Gradients of the layer's weights that are there, in the dtype of the weights."""
+    """Existing gradients of the layer's weights, in the dtype of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,30 +53,30 @@ class LayerCosts:
     activation_bytes: float = 0.0
     """Bytes kept from forward to backward."""
     selective_bytes: float | None = None
-    """Bytes kept with `recompute="selective"`; None: unknown."""
+    """Bytes kept with `recompute="selective"`; None if unknown."""
     attention_bytes: float | None = None
-    """Bytes kept with `recompute="attention"`; None: unknown."""
+    """Bytes kept with `recompute="attention"`; None if unknown."""
     split_activation_bytes: float = 0.0
-    """Bytes kept from input backward to weight backward, where they are split: inputs of products and their gradients.
+    """Bytes kept from input backward to weight backward, if they are split: inputs of products and their gradients.
     """
     is_compiled: bool = False
-    """True if the backward is one compiled function: all of it is in the input phase."""
+    """True if the backward is one compiled function, which runs in the input phase."""
     output_bytes: float = 0.0
     """Bytes sent to the next stage if the layer is a stage's last, and back as its gradient. The layer's input has the
     same size; with `recompute="full"` only the input is kept.
     """
     frozen_bytes: float | None = None
-    """Bytes kept if the layer's matrices are frozen and have no adapters; None: unknown."""
+    """Bytes kept if the layer's matrices are frozen and have no adapters; None if unknown."""
     forward_peak_bytes: float = 0.0
-    """The most bytes of the layer while its forward runs, with what it keeps and its output."""
+    """The largest memory of the layer while its forward runs, including kept tensors and its output."""
     backward_moments: tuple[Moment, ...] = ()
-    """The moments of the backward at which most is there; empty: unknown."""
+    """The moments of the backward with the largest memory; empty if unknown."""
     attention_flops: float = 0.0
-    """The operations of `forward_flops` that are attention's scores and their sums. Those of its backward are in
+    """The part of `forward_flops` for attention's scores and their sums. Those of its backward are in
     `backward_input_flops`.
     """
     grouped_flops: float = 0.0
-    """The operations of `forward_flops` that are grouped products. Each part of the backward has as many."""
+    """The part of `forward_flops` for grouped products. Each part of the backward has as many."""
     dispatch_bytes: float = 0.0
     """Buffer of the tokens that are sent to experts on other ranks; it is freed when they have arrived."""
 
@@ -105,7 +105,7 @@ def check_numbers(of: DataclassInstance) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """A model as a pipeline sees it: layers between which it can be split, and the parts before and after them.
+    """A model from the viewpoint of a pipeline: layers between which it can be split, and parts before and after them.
 
     Raises:
         ScheduleError: The model has no layers.
@@ -124,7 +124,7 @@ class ModelCosts:
             raise ScheduleError("ModelCosts.layers is empty; a pipeline needs at least one layer")
 
     def compiled(self) -> ModelCosts:
-        """Return the costs with layers whose backward is one compiled function: all of it is in the input phase."""
+        """Return the costs with layers whose backward is one compiled function, which runs in the input phase."""
         layers = (replace(layer, is_compiled=True, split_activation_bytes=0.0) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
@@ -160,11 +160,11 @@ class Machine:
     570e12, head 695e12.
     """
     grouped_flops_per_second: float | None = None
-    """Operations per second in grouped products; None: as in others."""
+    """Operations per second in grouped products; None uses the rate of other products."""
     attention_forward_flops_per_second: float | None = None
-    """Operations per second in the forward of attention; None: as in products."""
+    """Operations per second in the forward of attention; None uses the rate of products."""
     attention_backward_flops_per_second: float | None = None
-    """Operations per second in the backward of attention; None: as in products."""
+    """Operations per second in the backward of attention; None uses the rate of products."""
     bytes_per_second: float = 4.26e12
     """Bytes per second to and from memory, reads and writes together, as in a copy."""
     link_bytes_per_second: float = 160e9
@@ -174,8 +174,8 @@ class Machine:
     action_seconds: float = 30e-6
     """Seconds that an action takes beside its kernels; assumed."""
     overlapped: float = 1.0
-    """Duration of an overlapped pair as a share of the sum of its two actions. It is below 1 where one computes while
-    the other's experts exchange tokens.
+    """Duration of an overlapped pair as a share of the sum of its two actions. It is below 1 if one action computes
+    while the other's experts exchange tokens.
     """
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class Machine:
                 raise ScheduleError(f"Machine.{name}=0 must be greater than 0")
 
     def seconds(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
-        """Return how long `layer` takes for a microbatch. [Note: time of a layer]."""
+        """Return how long `layer` takes for a microbatch. See [Note: time of a layer]."""
 
         def action(flops: float, moved: float, weight_bytes: float, attended: float, rate: float | None) -> float:
             grouped = min(layer.grouped_flops, flops - attended)

@@ -1,4 +1,4 @@
-"""Measured times of a run's stages, as a file, and their use to correct the predicted costs of layers."""
+"""Measured times of a run's stages in a file, which correct the predicted costs of layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MeasuredStage:
     """The first layer and the one after the last, by their index in the whole model."""
     forward_seconds: float
     backward_seconds: float | None = None
-    """Seconds of a whole backward; None where all were split."""
+    """Seconds of a whole backward; None if all were split."""
     backward_input_seconds: float | None = None
     backward_weight_seconds: float | None = None
     activation_bytes: float
@@ -80,7 +80,7 @@ class MeasuredCosts:
     """
 
     machine: str
-    """The machine's name, for people who read the file."""
+    """The machine's name, for readers of the file."""
     sequence_length: int
     """Number of tokens in a row."""
     microbatch_size: int
@@ -88,7 +88,7 @@ class MeasuredCosts:
     stages: tuple[MeasuredStage, ...]
     """All stages of the model, in order."""
     link_seconds: float | None = None
-    """How long a message of one microbatch took from one rank to another. None: not measured."""
+    """Time of a message of one microbatch from one rank to another. None if not measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -126,7 +126,7 @@ class MeasuredCosts:
             raise ScheduleError(f"costs={str(path)!r}: {error}") from error
 
     def calibrate(self, model: ModelCosts, machine: Machine) -> Calibration:
-        """Derive the real costs of layers from the measured stages. [Note: stages to layers].
+        """Derive the real costs of layers from the measured stages. See [Note: stages to layers].
 
         Raises:
             ScheduleError: The model has another number of layers.
@@ -159,7 +159,7 @@ class MeasuredCosts:
         return Calibration(tuple(seconds), tuple(factor or 0.0 for factor in activation), link)
 
     def _fit(self, model: ModelCosts, predicted: Sequence[float], field: str) -> list[float | None]:
-        """Return the factor between measured and predicted for each part; None where no measured stage has it.
+        """Return the factor between measured and predicted for each part; None if no measured stage has it.
 
         [Note: stages to layers] Parts of equal costs have one factor. All factors begin at 1. Each is multiplied by the
         mean ratio of measured to predicted time of its stages, weighted by its share in them, until nothing changes.

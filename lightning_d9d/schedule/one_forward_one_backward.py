@@ -1,7 +1,7 @@
-"""Schedules that take turns between a forward and a backward once the first backward can run.
+"""Schedules that alternate between a forward and a backward once the first backward can run.
 
-All have a fixed order of forwards and another of backwards. The forwards run ahead by a number that is the same through
-the whole batch, so few microbatches are alive.
+All have a fixed order of forwards and another of backwards. The forwards run ahead by a number that is constant through
+the batch, so few microbatches are live.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_d9d.schedule.schedule import Schedule
 class OneForwardOneBackward(Schedule):
     """1F1B, one stage a rank (Narayanan et al. 2019; Fan et al. 2020, arXiv:2007.01045).
 
-    Its bubble is GPipe's, but a rank keeps at most as many microbatches alive as there are ranks from it to the last.
+    Its bubble is GPipe's, but a rank keeps at most as many microbatches as there are ranks from it to the last.
     """
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Run forwards ahead by the number of ranks behind this one."""
+        """Run forwards ahead by the number of ranks after this one."""
         forwards = [Forward(rank, microbatch) for microbatch in range(num_microbatches)]
         backwards = [Backward(rank, microbatch) for microbatch in range(num_microbatches)]
         return _take_turns(forwards, backwards, ahead=num_ranks - 1 - rank)
@@ -31,11 +31,11 @@ class Interleaved1F1B(Schedule):
     """1F1B with several stages a rank (Narayanan et al. 2021, arXiv:2104.04473): a smaller bubble for more messages.
 
     Microbatches form groups of at least as many as there are ranks, or one group if there are fewer. A group passes
-    through all of a rank's stages before the next group. Every number of microbatches works; the paper has multiples of
-    the ranks.
+    through all of a rank's stages before the next group. Every number of microbatches works; in the paper it is a
+    multiple of the ranks.
 
     Args:
-        stages_per_rank: How many stages each rank holds; stages go round and round over the ranks. The bubble is
+        stages_per_rank: Number of stages on each rank; stages are placed round-robin over the ranks. The bubble is
             divided by this number.
     """
 
@@ -43,7 +43,7 @@ class Interleaved1F1B(Schedule):
         self.stages_per_rank = stages_per_rank
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Run forwards ahead by a group for each stage but the last, and by two for each rank behind this one."""
+        """Run forwards ahead by a group for each stage but the last, and by two for each rank after this one."""
         stages = self.stages_of(rank, num_ranks)
         groups = _groups(num_ranks, num_microbatches)
         forwards = [Forward(stage, m) for group in groups for stage in stages for m in group]
@@ -55,18 +55,18 @@ class Interleaved1F1B(Schedule):
 class ZeroBubble(Schedule):
     """1F1B with split backwards, ZB-H1 or ZB1P (Qi et al. 2023, arXiv:2401.10241), also with several stages a rank.
 
-    The stage before waits for input backwards only. Weight backwards lag behind by the number of ranks before this one,
-    and fill its bubble at the end. Every rank keeps as many microbatches alive as rank 0 does with 1F1B.
+    The previous stage waits only for input backwards. Weight backwards lag behind by the number of ranks before this
+    one, and fill its bubble at the end. Every rank keeps as many microbatches as rank 0 does with 1F1B.
 
     Args:
-        stages_per_rank: How many stages each rank holds; stages go round and round over the ranks.
+        stages_per_rank: Number of stages on each rank; stages are placed round-robin over the ranks.
     """
 
     def __init__(self, stages_per_rank: int = 1) -> None:
         self.stages_per_rank = stages_per_rank
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Run forwards ahead by a group for each stage but the last, and by one for each rank behind this one."""
+        """Run forwards ahead by a group for each stage but the last, and by one for each rank after this one."""
         stages = self.stages_of(rank, num_ranks)
         groups = _groups(num_ranks, num_microbatches)
         forwards = [Forward(stage, m) for group in groups for stage in stages for m in group]

@@ -15,15 +15,15 @@ from lightning_d9d.errors import ConfigError
 def split_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]:
     """Split items into consecutive stages so that the heaviest stage is as light as possible.
 
-    Among such splits it takes one whose other stages are even too (the least sum of squares). Among these it takes the
-    one whose first stages have more items. The arithmetic is exact for all weights.
+    Among such splits it takes the one whose other stages are also most even (the least sum of squares). Among these it
+    takes the one whose first stages have more items. The arithmetic is exact for all weights.
 
     Args:
         weights: Weights of the items, at least 0; for instance the cost or the number of parameters of each layer.
-        num_stages: At most the number of items.
+        num_stages: Number of stages, at most the number of items.
 
     Returns:
-        One range of items a stage, in order, none of them empty.
+        One range of items for each stage, in order, none of them empty.
 
     Raises:
         ConfigError: There are fewer items than stages, or a weight is negative or not finite.
@@ -60,7 +60,7 @@ def split_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]
 
 
 def _num_stages_within(limit: int, starts: Sequence[int]) -> int:
-    """Return how many stages of at most `limit` the items fill when each stage takes all it can."""
+    """Return the number of stages of at most `limit` that the items fill if each stage takes as many as possible."""
     num_stages, stage_start = 1, 0
     for start, stop in pairwise(starts):
         if stop - stage_start > limit:
@@ -76,10 +76,13 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
     """
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
-            f"{num_layers} layers cannot be split into {num_stages} stages, since each needs at least one; use 1 "
-            f"to {num_layers} stages (pipeline ranks times stages on each)"
+            f"{num_layers} layers cannot be split into {num_stages} stages, because each needs at least one; use 1 to "
+            f"{num_layers} stages (pipeline ranks times stages on each)"
             if num_layers > 0
-            else f"a model without layers cannot be split into {num_stages} stages; give it one layer a stage"
+            else (
+                f"a model without layers cannot be split into {num_stages} stages; give it at least one layer for each "
+                "stage"
+            )
         )
 
 
@@ -89,19 +92,19 @@ _Load = TypeVar("_Load", bound=tuple[int, ...])
 def level(
     ranges: Sequence[range], placement: Sequence[int], loads: Callable[[Sequence[range]], Sequence[_Load]]
 ) -> list[range]:
-    """Move boundaries until moving any item away from a stage of the most loaded rank would not level the loads more.
+    """Move boundaries until no move of one item from the most loaded rank would make the loads more even.
 
     Loads are compared as sorted lists, the largest first. The stage that gives an item gets shorter and the one that
     takes it longer; stages between keep their lengths.
 
     Args:
-        ranges: The stages to begin with.
+        ranges: The initial stages.
         placement: The rank of each stage.
         loads: Returns the load of each rank for the ranges of all stages. Loads are tuples whose first number matters
-            most. They are whole numbers, as rounding would look like an improvement.
+            most. They are whole numbers, because rounding would look like an improvement.
 
     Returns:
-        One range of items a stage, in order, none of them empty.
+        One range of items for each stage, in order, none of them empty.
     """
     best, of_ranks = list(ranges), loads(ranges)
     while True:

@@ -1,4 +1,7 @@
-"""Gantt pictures of simulated and of measured runs: one row a rank, one bar an action. Needs the extra `viz`."""
+"""Gantt pictures of simulated and of measured runs: one row for each rank, one bar for each action.
+
+They need the extra `viz`.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "message": ("#7f7f7f", MESSAGES),
     "collective": ("#b279a2", DATA_PARALLEL),
 }
-"""Kinds with a colour of their own: name -> colour and actions."""
+"""Kinds of actions with a separate colour: name -> colour and actions."""
 
 _MAX_TEXTS = 800
 """With more bars than this, bars have neither edges nor the number of their microbatch."""
 _BESIDE = {MESSAGES: (0.84, 0.07), DATA_PARALLEL: (0.92, 0.07)}
-"""Top and height of bars that run beside computation, in a row of height 1."""
+"""Top and height of bars for messages beside computation, in a row of height 1."""
 
 
 class Bar(NamedTuple):
@@ -58,9 +61,9 @@ class Bar(NamedTuple):
 
 
 def bars(run: Simulation | Iterable[Span]) -> list[Bar]:
-    """Return the bars of a picture: one a compute action, two for a pair, and one at either end of a message.
+    """Return the bars of a picture: one for each compute action, two for a pair, and one at either end of a message.
 
-    Actions that take no time have none.
+    Actions that take no time have no bar.
     """
     spans = list(run.spans if isinstance(run, Simulation) else run)
     stages: dict[int, set[int]] = {}
@@ -93,7 +96,7 @@ def plot(run: Simulation | Iterable[Span], path: str | Path, title: str | None =
     collectives are thin bars below the computation.
 
     Args:
-        run: A simulation, or spans that were measured, in any unit of time.
+        run: A simulation, or measured spans, in any unit of time.
         path: File to write. It ends in .png or .svg (drawn by matplotlib), or in .html (by plotly, with zoom and the
             name of each action).
         title: Title above the picture; by default the step time and bubble ratio of a simulation.

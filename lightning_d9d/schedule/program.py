@@ -1,4 +1,4 @@
-"""A program: the actions of every pipeline rank in order, and where the stages are."""
+"""A program: the actions of every pipeline rank in order, and the ranks of the stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_d9d.schedule.actions import (
 class Program:
     """The actions of all pipeline ranks for one batch. It is immutable: passes make new programs.
 
-    `str(program)` has one line a rank, and `parse` reads it back.
+    `str(program)` has one line for each rank, and `parse` reads it back.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -36,7 +36,7 @@ class Program:
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Action]]) -> Program:
-        """Make a program of these actions. Forwards say where stages are and how many microbatches there are.
+        """Make a program of these actions. Forwards define the ranks of stages and the number of microbatches.
 
         Raises:
             ScheduleError: A stage is on two ranks, or a stage below the last has no forward.
@@ -59,7 +59,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Read `str(program)` or `program.csv()`: a line a rank, actions between spaces or commas.
+        """Read `str(program)` or `program.csv()`: a line for each rank, actions between spaces or commas.
 
         Empty cells (idle slots), empty lines and text after a `#` are skipped.
 
@@ -81,7 +81,7 @@ class Program:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
 
     def csv(self) -> str:
-        """Return the program as comma-separated values, one row a rank."""
+        """Return the program as comma-separated values, one row for each rank."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.ranks)
 
     def __repr__(self) -> str:
@@ -116,20 +116,24 @@ def _runs_backward(action: Action) -> bool:
 
 
 def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Place stages round and round over the ranks: with 2 ranks and 2 stages a rank 0, 1, 0, 1."""
+    """Place stages round-robin over the ranks: with 2 ranks and 2 stages a rank 0, 1, 0, 1."""
     return tuple(stage % num_ranks for stage in range(num_ranks * stages_per_rank))
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
-    """Place two stages a rank, down the ranks and up again: 0, 1, 1, 0 with 2. Rank 0 has first and last stage."""
+    """Place two stages on each rank, down the ranks and up again: 0, 1, 1, 0 with 2.
+
+    Rank 0 then has the first and the last stage.
+    """
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
 def merge_backwards(program: Program) -> Program:
     """Merge each input backward of stage 0 and a weight backward directly after it into one full backward.
 
-    One backward is cheaper than its two halves. On stage 0 it delays nobody. On other stages it would delay the
-    gradient of the stage before by a weight backward. The schedule split them to avoid this, so they stay.
+    One backward is cheaper than its two halves. On stage 0 no other rank waits for it. On other stages it would delay
+    the gradient of the previous stage by a weight backward. The schedule split them to avoid this delay, so they stay
+    split.
     """
     return Program(
         tuple(tuple(_merged(actions)) for actions in program.ranks), program.placement, program.num_microbatches

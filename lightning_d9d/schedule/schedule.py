@@ -1,4 +1,4 @@
-"""`Schedule`, the base class of all schedules, and the program that a user has written down."""
+"""`Schedule`, the base class of all schedules, and a class for programs written by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_d9d.schedule.program import Program, loop_placement, merge_backwa
 from lightning_d9d.schedule.simulate import simulate
 
 _SEARCHED = 1000
-"""How far from an unsupported number of microbatches supported ones are searched."""
+"""Range around an unsupported number of microbatches in which supported ones are searched."""
 
 _Kind = TypeVar("_Kind", Forward, Backward, BackwardInput, BackwardWeight)
 
@@ -25,8 +25,8 @@ _Kind = TypeVar("_Kind", Forward, Backward, BackwardInput, BackwardWeight)
 class Schedule(ABC):
     """The order in which pipeline ranks run forwards and backwards.
 
-    A subclass defines `order`, and where they differ `stages_per_rank`, `placement` and `takes`. It keeps its arguments
-    as attributes: ranks compare them to check that they have the same schedule.
+    A subclass defines `order`, and, if they differ from the defaults, `stages_per_rank`, `placement` and `takes`. It
+    stores its arguments as attributes: ranks compare them to check that they have the same schedule.
     """
 
     stages_per_rank: int = 1
@@ -40,7 +40,7 @@ class Schedule(ABC):
         """
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
-        """Return the rank of each stage; by default stages go round and round over the ranks."""
+        """Return the rank of each stage; by default stages are placed round-robin over the ranks."""
         return loop_placement(num_ranks, self.stages_per_rank)
 
     def takes(self, num_ranks: int, num_microbatches: int) -> bool:
@@ -55,7 +55,7 @@ class Schedule(ABC):
         """Return the program of compute actions only, unchecked.
 
         Raises:
-            ScheduleError: The number of microbatches is not supported. The message names the nearest that are.
+            ScheduleError: The number of microbatches is not supported. The message names the nearest supported numbers.
         """
         self._check_numbers(num_ranks, num_microbatches)
         ranks = tuple(self._ordered(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
@@ -91,7 +91,7 @@ class Schedule(ABC):
     def forward_only(self, num_ranks: int, num_microbatches: int) -> Program:
         """Return the forwards of a batch with messages, for validation and prediction, for any number of microbatches.
 
-        Ranks prefer their later stages, so that microbatches leave the pipeline as soon as they can.
+        Ranks prefer their later stages, so that microbatches leave the pipeline as early as possible.
         """
         _check_positive("num_ranks", num_ranks)
         _check_positive("num_microbatches", num_microbatches)
@@ -135,7 +135,7 @@ def _deepest_first(placement: tuple[int, ...], num_microbatches: int) -> tuple[t
 
 
 class StageCursor:
-    """A cursor that hands out a stage's actions in the order of microbatches, for schedules written as loops."""
+    """A cursor that returns a stage's actions in the order of microbatches, for schedules written as loops."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -163,9 +163,9 @@ class WrittenProgram(Schedule):
     """A program written by hand, for one number of ranks and of microbatches.
 
     Args:
-        text: A line for each pipeline rank, actions between spaces or commas: "0F0 0B0". The forwards say where stages
-            are and how many microbatches there are. Sends and receives are added if there are none.
-        path: A file with such text in place of `text`, such as a CSV file.
+        text: Text with a line for each pipeline rank, actions between spaces or commas: "0F0 0B0". The forwards define
+            the ranks of stages and the number of microbatches. Sends and receives are added if there are none.
+        path: Path of a file with such text, instead of `text`, such as a CSV file.
     """
 
     def __init__(self, text: str | None = None, path: str | Path | None = None) -> None:

@@ -1,14 +1,14 @@
-"""Simulates a program: when every action starts and ends, how long ranks idle, what they keep in memory.
+"""Simulates a program: when every action starts and ends, how long ranks are idle, and the memory that they keep.
 
 [Note: the machine] Every rank runs its compute actions one after the other, each as soon as its inputs are there.
 Messages and data-parallel collectives run beside them:
 
 - A message starts when it is sent, takes `transfer` on its link, and arrives `latency` later. A link from one rank to
-  another has one message at a time. The receiver need not be ready. With `rendezvous=True` each rank runs its messages,
-  sends and receives alike, one at a time in the order of its program. Each message holds both ends, as with NCCL on one
-  stream. Orders that cross then deadlock.
+  another transfers one message at a time. The receiver need not be ready. With `rendezvous=True` each rank runs its
+  messages, sends and receives alike, one at a time in the order of its program. Each message holds both ends, as with
+  NCCL on one stream. Orders that cross then deadlock.
 - A rank's collectives run one at a time in its order. The first use of a stage waits for its `Unshard`.
-- A program without messages runs as if all ranks saw at once what the others computed.
+- In a program without messages each rank sees the results of all others at once.
 
 [Note: live activations] A microbatch is live in a stage from the start of its forward to the end of its backward. If
 that is split, it is live to the end of its weight backward, perhaps with other memory after its input backward. In a
@@ -59,7 +59,7 @@ class Costs:
     backward_input: PerStage = 1.0
     backward_weight: PerStage = 1.0
     backward: PerStage | None = None
-    """A full backward; None: input and weight backward together."""
+    """Time of a full backward; None is the sum of input and weight backward."""
     overlapped: float = 1.0
     """Duration of a pair as a share of the sum of its two actions."""
     unshard: PerStage = 0.0
@@ -71,7 +71,7 @@ class Costs:
     activation: PerStage = 1.0
     """Memory of one live microbatch in a stage."""
     split_activation: PerStage | None = None
-    """The same between its input and its weight backward; None: unchanged."""
+    """The same from its input backward to its weight backward; None means unchanged."""
     durations: Mapping[Action, float] = field(default_factory=dict)
     """Times of single actions, such as measured ones; they override the times above. A message's key is its send."""
 
@@ -146,9 +146,9 @@ class Simulation:
     compute_time: tuple[float, ...]
     """Time of each rank in compute actions."""
     peak_activations: tuple[int, ...]
-    """Largest number of (stage, microbatch) live at once on each rank. [Note: live activations]."""
+    """Largest number of (stage, microbatch) live at once on each rank. See [Note: live activations]."""
     peak_memory: tuple[float, ...]
-    """Largest memory of those live at once, by `Costs.activation` and `Costs.split_activation`."""
+    """Largest memory of activations that are live at once, by `Costs.activation` and `Costs.split_activation`."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -160,7 +160,7 @@ def bubble_ratio(spans: Iterable[Span]) -> float:
     """Return the share of time (0 to 1) in which ranks compute nothing, from the first start to the last end of all.
 
     Args:
-        spans: Spans that were simulated, or measured by clocks that agree.
+        spans: Spans that were simulated, or measured by synchronous clocks.
     """
     spans = list(spans)
     if not spans:
@@ -222,9 +222,9 @@ class _Rank:
 
 
 class _Run:
-    """A run that advances every rank as far as it can, again and again.
+    """A run that advances every rank as far as possible, repeatedly.
 
-    An action's time follows from the times of what it waits for, so the order in which ranks advance does not matter.
+    An action's time follows from the times of its inputs, so the order in which ranks advance does not matter.
     """
 
     def __init__(self, program: Program, costs: Costs, rendezvous: bool) -> None:
@@ -244,7 +244,7 @@ class _Run:
         self.link_free: dict[tuple[int, int], float] = {}
 
     def run(self) -> None:
-        """Fill in the spans of all ranks, or raise an error that says what they wait for."""
+        """Compute the spans of all ranks, or raise an error that says what they wait for."""
         goes_on = True
         while goes_on:
             goes_on = False
@@ -300,7 +300,7 @@ class _Run:
         return True
 
     def ready_at(self, action: ComputeAction) -> float | None:
-        """Return when the input of `action` from another stage arrives; None: not known yet."""
+        """Return when the input of `action` from another stage arrives; None if not known yet."""
         stage, microbatch = action.stage, action.microbatch
         if isinstance(action, Forward):
             before, ends, receive = stage - 1, self.forward_end, ReceiveForward
@@ -332,7 +332,7 @@ class _Run:
             self.transfers[matching(action)] = start, end + self.costs.latency
 
     def deliver(self, rank: _Rank) -> bool:
-        """Run this rank's posted messages while it is the other end's turn too. Return True if any ran."""
+        """Run this rank's posted messages while it is also the other end's turn. Return True if any ran."""
         delivered = False
         while rank.posted:
             posted, action = rank.posted[0]
@@ -362,7 +362,7 @@ class _Run:
         return f"deadlock: {waits}. Put one of these actions earlier on its rank, before the one that is in its way"
 
     def blocked(self, rank: _Rank) -> tuple[str, _Rank]:
-        """Return what a blocked rank waits for, and whose turn it is."""
+        """Return the action for which a blocked rank waits, and the rank whose turn it is."""
         if rank.posted:
             _, action = rank.posted[0]
             peer = self.ranks[self.placement[peer_stage(action)]]
@@ -377,7 +377,10 @@ class _Run:
 
 
 def peak(actions: Sequence[Action], costs: Costs, *, forward_only: bool = False) -> tuple[int, float]:
-    """Return the most that is live at once on a rank: microbatches and their memory. Arguments are those of `live`."""
+    """Return the largest amount that is live at once on a rank: microbatches and their memory.
+
+    Arguments are those of `live`.
+    """
     count, memory = 0, 0.0
     for _, microbatches, num_bytes in live(actions, costs, forward_only=forward_only):
         count, memory = max(count, microbatches), max(memory, num_bytes)
@@ -387,7 +390,7 @@ def peak(actions: Sequence[Action], costs: Costs, *, forward_only: bool = False)
 def live(
     actions: Sequence[Action], costs: Costs, *, forward_only: bool = False
 ) -> Iterator[tuple[ComputeAction, int, float]]:
-    """Yield what is live during each computation of a rank, in order: microbatches and their memory.
+    """Yield the amount that is live during each computation of a rank, in order: microbatches and their memory.
 
     Args:
         actions: Actions of the rank, in order.

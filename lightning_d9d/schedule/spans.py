@@ -21,7 +21,7 @@ from lightning_d9d.schedule.simulate import Costs, Span
 def mean_times(spans: Iterable[Span]) -> dict[tuple[type[ComputeAction], int], float]:
     """Return the mean time of the compute actions of each kind and stage that ran.
 
-    The halves of an overlapped pair must have spans of their own.
+    The halves of an overlapped pair must have separate spans.
     """
     times: dict[tuple[type[ComputeAction], int], list[float]] = defaultdict(list)
     for span in spans:
@@ -31,10 +31,10 @@ def mean_times(spans: Iterable[Span]) -> dict[tuple[type[ComputeAction], int], f
 
 
 def message_time(spans: Iterable[Span], placement: Sequence[int]) -> float | None:
-    """Return how long a message takes: the median over those that a rank waited for. None: no rank waited.
+    """Return how long a message takes: the median over those that a rank waited for. None if no rank waited.
 
-    The time is from the end of the action that made the content to the start of the action that used it. It counts only
-    if the receiving rank had nothing else to do meanwhile. Clocks that differ lengthen it in one direction and shorten
+    The time is measured from the end of the action that computed the content to the start of the action that used it.
+    It counts only if the receiving rank was otherwise idle. Clocks that differ lengthen it in one direction and shorten
     it in the other.
 
     Args:

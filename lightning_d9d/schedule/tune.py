@@ -1,8 +1,8 @@
 """`Auto`: chooses schedule, stages and size of microbatches before there are parameters or batches.
 
 [Note: the search] Candidates are the schedules of the package with every size of microbatch that divides the batch.
-Each is split so that its longest stage is as short as possible. Then the split is evened out over the ranks: by memory
-first, if the first split does not fit. A lower bound of a candidate's time is known without a simulation. The
+Each is split so that its longest stage is as short as possible. Then the split is made more even over the ranks: by
+memory first, if the first split does not fit. A lower bound of a candidate's time is known without a simulation. The
 candidates with the lowest bounds are simulated first. Those whose bound is above the best time of the same schedule are
 skipped.
 """
@@ -43,15 +43,15 @@ _SCHEDULES: dict[str, Schedule] = {
     "gpipe": GPipe(),
     "looped_bfs, 2 stages": LoopedBFS(2),
 }
-"""Schedules that `Auto` chooses from, by the names in its table. Simple ones come first: they win where times are
+"""Schedules that `Auto` chooses from, by the names in its table. Simple ones come first: they are chosen if times are
 equal.
 """
 
 _CLOSE = 1.1
-"""Schedules slower than the fastest by more than this factor are not in the table."""
+"""Schedules slower than the fastest by more than this factor are left out of the table."""
 
 _EQUAL = 1.001
-"""Steps whose times differ by less than this factor count as equally fast; the one with the least memory wins."""
+"""Steps whose times differ by less than this factor count as equally fast; the one with the least memory is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Choice:
     """A chosen schedule with its stages and its predicted time and memory. `str` of it is a table."""
 
     name: str
-    """Name of the schedule with its stages a rank, as in the table."""
+    """Name of the schedule with its stages on each rank, as in the table."""
     microbatch_size: int
     """Number of rows in a microbatch."""
     num_microbatches: int
@@ -100,7 +100,7 @@ class Choice:
             if values["name"] not in _SCHEDULES:
                 raise ScheduleError(
                     f"a saved choice names the schedule {values['name']!r}; this version knows {sorted(_SCHEDULES)}. "
-                    "Name a schedule yourself in place of Auto"
+                    "Name a schedule yourself instead of Auto"
                 )
             return cls(**{
                 **values,
@@ -131,17 +131,17 @@ class Choice:
 class Auto(Schedule):
     """A schedule that chooses schedule, stages and size of microbatches by the predicted times of steps.
 
-    It simulates the schedules of this package with all sizes of microbatches, under a memory cap. It has no program of
-    its own: `choose` returns the schedule to use. Each rank is assumed to hold its layers whole and to compute whole
-    sequences. Where weights or sequences are sharded, it takes less memory than predicted.
+    It simulates the schedules of this package with all sizes of microbatches, under a memory cap. It has no program
+    itself: `choose` returns the schedule to use. Each rank is assumed to hold its layers whole and to compute whole
+    sequences. If weights or sequences are sharded, a run takes less memory than predicted.
 
     Args:
         batch_size: Number of rows that one data-parallel rank gets for a step.
         sequence_length: Number of tokens in a row.
-        memory_gib: Memory that a rank may use, in GiB; leave some for buffers and fragmentation. None: all of the
+        memory_gib: Memory that a rank may use, in GiB; leave some for buffers and fragmentation. None uses all of the
             device's.
-        costs: A file of `MeasuredCosts`. None: costs are predicted from operations and bytes.
-        machine: Speeds of the ranks, where `costs` has no measurement.
+        costs: A file of `MeasuredCosts`. None predicts costs from operations and bytes.
+        machine: Speeds of the ranks, for costs that `costs` does not contain.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class Auto(Schedule):
 
     @property
     def stages_per_rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The stages a rank, which are unknown before the choice.
+        """The number of stages on each rank, which is unknown before the choice.
 
         Raises:
-            ScheduleError: The schedule is not chosen yet.
+            ScheduleError: No schedule has been chosen yet.
         """
         self._unresolved()
 
@@ -192,21 +192,21 @@ class Auto(Schedule):
     def choose(
         self, num_ranks: int, model: ModelCosts, *, state_ratio: float, device_memory: float | None = None
     ) -> Choice:
-        """Return the fastest of all candidates that fit, by a deterministic search. [Note: the search].
+        """Return the fastest of all candidates that fit, by a deterministic search. See [Note: the search].
 
-        Local. To be certain that all ranks have the same choice, let one choose and send it to the others.
+        Local. To be certain that all ranks have the same choice, choose on one rank and send the choice to the others.
 
         Args:
             num_ranks: Pipeline ranks.
             model: Costs of the model for one row of `sequence_length` tokens on one rank.
             state_ratio: Bytes of parameters, gradients and optimizer state that a rank keeps for each byte of its
-                stages' weights. It is 5 for bf16 weights with fp32 gradients and bf16 Adam on every rank, and less
-                where they are sharded.
-            device_memory: The cap in bytes if `memory_gib` is None. None: no cap.
+                stages' weights. It is 5 for bf16 weights with fp32 gradients and bf16 Adam on every rank, and less if
+                they are sharded.
+            device_memory: The cap in bytes if `memory_gib` is None. None sets no cap.
 
         Raises:
             ScheduleError: Nothing fits, and the message has the least memory needed; or there are more ranks than
-                layers. Or `costs` is of another model or sequence length.
+                layers. Or `costs` belongs to another model or sequence length.
         """
         if state_ratio < 0 or not math.isfinite(state_ratio):
             raise ScheduleError(f"state_ratio={state_ratio!r} must be finite and at least 0")
@@ -270,7 +270,7 @@ def _search(candidates: Sequence[_Candidate], cap: float) -> Choice:
 
 
 class _Layers:
-    """Running totals over a model's layers, for one size of microbatch: layers 3 to 5 take totals[6] - totals[3].
+    """Running totals over a model's layers, for one size of microbatch: layers 3 to 5 have totals[6] - totals[3].
 
     The parts before and after the layers count as part of the first and the last layer.
     """
@@ -314,7 +314,7 @@ class _Layers:
         )
 
     def ranges_for_speed(self, placement: Sequence[int]) -> list[list[range]]:
-        """Return ranges with the shortest longest stage, and ranges with the least loaded most loaded rank.
+        """Return ranges with the shortest longest stage, and ranges with the smallest load of the most loaded rank.
 
         The longest stage bounds schedules that run one stage of a rank for several microbatches; the rank bounds
         others.
@@ -391,7 +391,10 @@ class _Candidate:
         return max(bounds)
 
     def fit(self, cap: float) -> float:
-        """Change the stages if they do not fit. Returns the memory of the rank that needs the most; it may not fit."""
+        """Change the stages if they do not fit.
+
+        Return the memory of the rank that needs the most; it may still not fit.
+        """
         if math.isinf(cap):
             return 0.0
         layers, placement = self.layers, self.placement
@@ -441,7 +444,7 @@ class _Candidate:
 
 
 def _kept(actions: Sequence[Action], stages: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return all counts of kept microbatches that occur: whole activations of each stage, then split ones of each."""
+    """Return all occurring counts of kept microbatches: whole activations of each stage, then split ones of each."""
     place = {stage: index for index, stage in enumerate(stages)}
     counts = [0] * (2 * len(stages))
     found = set()

@@ -14,7 +14,7 @@ class ZeroBubbleV(Schedule):
 
     This holds if forward, input and weight backward take equally long and there are at least 2 * ranks - 1
     microbatches. Rank r has the stages r and 2 * ranks - 1 - r: rank 0 has both the first and the last stage. Every
-    rank keeps the activations of 2 * ranks microbatches in a stage alive, as much as rank 0 does with 1F1B.
+    rank keeps the activations of 2 * ranks microbatches in a stage, as many as rank 0 does with 1F1B.
     """
 
     stages_per_rank = 2

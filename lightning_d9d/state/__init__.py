@@ -1,9 +1,9 @@
 """Model weights in safetensors files: sharded parameters and pipeline stages stream from and to one directory.
 
 `mappers` say which tensors become which others; `stream` reads, loads and saves through them. Below them, `views` are
-tensors made of parts of others, and `boxes` says which box of a tensor is which box of another. `reader`, `shards` and
-`writer` follow them and know nothing of models. `format`, `manifest` and `places` are the files; `threads` work on
-several at a time. `directory` publishes a directory when it is complete.
+tensors assembled from parts of others, and `boxes` maps a box of a tensor to a box of another. `reader`, `shards` and
+`writer` process views and know nothing about models. `format`, `manifest` and `places` are the files; `threads`
+processes several at a time. `directory` publishes a directory when it is complete.
 """
 
 from lightning_d9d.state.boxes import Box, Index, LocalShard, MappedBox, whole_box

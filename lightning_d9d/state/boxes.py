@@ -1,7 +1,7 @@
 """Boxes of tensors, and the mapping of a tensor's box to a box of another tensor.
 
-Everything is a box: what a rank holds of a parameter, an expert's gate in a stack of experts, a part of the
-vocabulary. To read or to write is to intersect boxes.
+Everything is a box: a rank's part of a parameter, an expert's gate in a stack of experts, a part of the vocabulary.
+Reading and writing intersect boxes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Readable(Protocol):
         ...
 
     def __getitem__(self, index: Any, /) -> Tensor:
-        """Read what `index`, an `Index`, picks."""
+        """Read the elements that `index`, an `Index`, selects."""
         ...
 
 
@@ -71,7 +71,7 @@ class LocalShard(NamedTuple):
 
 
 def memory_of(tensor: Tensor) -> object:
-    """Identify the memory of what this rank holds: equal for one tensor under two names, and for its `detach()`."""
+    """Return an id of the memory of a rank's part: equal for one tensor under two names, and for its `detach()`."""
     values = local(tensor)
     return values.untyped_storage()._cdata, values.storage_offset(), values.dtype, values.shape, values.stride()
 
@@ -98,7 +98,7 @@ class MappedBox(NamedTuple):
     box: Box
     """The box in the source."""
     dims: tuple[int | None, ...]
-    """The source's dim for each dim of the tensor; None where the source lacks it."""
+    """The source's dim for each dim of the tensor; None if the source lacks it."""
     casts: tuple[torch.dtype, ...] = ()
     """Dtypes to which the values are cast on their way from the source, one after the other. Each may round."""
 
@@ -121,7 +121,7 @@ class MappedBox(NamedTuple):
         return MappedBox(tuple(place), self.source, tuple(box), self.dims, self.casts)  # `_replace` is far slower
 
     def flipped(self, tensor: str) -> MappedBox:
-        """Return the mapped box seen from the source; `tensor` is the tensor's name. The casts stay unchanged."""
+        """Return the mapped box seen from the source; `tensor` is the tensor's name. The casts stay the same."""
         place_of = {dim: place for place, dim in enumerate(self.dims)}
         dims = tuple(place_of.get(dim) for dim in range(len(self.box)))
         return MappedBox(self.box, tensor, self.place, dims, self.casts)
@@ -134,7 +134,7 @@ class MappedBox(NamedTuple):
         )
 
     def order(self) -> list[int]:
-        """Return the permutation from the source's dims, as `flipped().place_index()` picks them, to the tensor's."""
+        """Return the permutation from the source's dims, in the form of `flipped().place_index()`, to the tensor's."""
         dims = [dim for dim in self.dims if dim is not None]
         return [sorted(dims).index(dim) for dim in dims]
 
@@ -145,11 +145,11 @@ class MappedBox(NamedTuple):
         return values
 
     def take(self, source: Readable) -> Tensor:
-        """Read the values from the source, in the form in which `place_index` picks them from the tensor."""
+        """Read the values from the source, in the form in which `place_index` selects them from the tensor."""
         return self.cast(source[self.flipped("").place_index()]).permute(self.order())
 
     def copy(self, source: Readable, target: Tensor) -> None:
-        """Copy the values into `target`, the part that `place_index` picks from the tensor."""
+        """Copy the values into `target`, the part that `place_index` selects from the tensor."""
         if isinstance(source, Copied):
             in_order_of_source = target.permute([*map(self.order().index, range(target.dim()))])
             source.copy_to(self.flipped("").place_index(), in_order_of_source, self.casts)

@@ -24,12 +24,12 @@ class _Staged(NamedTuple):
     folder: Place
     """Folder into which the new files are written."""
     publish: Callable[[], None]
-    """Moves it to the target's place."""
+    """Moves the folder to the target's place."""
 
 
 @contextmanager
 def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Iterator[Place]:
-    """Yield a folder that takes the target's place at the end, or vanishes if the body raises. Collective.
+    """Yield a folder that replaces the target at the end, or is removed if the body raises. Collective.
 
     The body must raise on all ranks if it raises on one. The folder lies beside the target, under a hidden name. If
     several processes do this at the same time, the target is the last one's, whole. Under a URL, where nothing can be
@@ -37,7 +37,7 @@ def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Ite
 
     Args:
         target: Path on a file system that all ranks share, or a URL that fsspec knows.
-        overwrite: Replace an existing target.
+        overwrite: Whether to replace an existing target.
         failure: Beginning of errors.
 
     Raises:
@@ -102,13 +102,13 @@ def _in_url(place: UrlPath, overwrite: bool) -> Iterator[_Staged]:
 
 def _refuse_occupied(place: Place, overwrite: bool) -> None:
     if place.is_file():
-        raise StateError("it is a file, which a directory does not replace; choose another path or remove it")
+        raise StateError("it is a file, which a directory cannot replace; choose another path or remove it")
     if is_occupied(place) and not overwrite:
-        raise StateError("it exists and is not an empty directory; choose another path or set overwrite=True")
+        raise StateError("it already exists and is not an empty directory; choose another path or set overwrite=True")
 
 
 def _switch(folder: UrlPath, place: UrlPath) -> None:
-    """Replace the content of a URL. Readers find the old files, or no weights, or the new files."""
+    """Replace the content at a URL. Readers find the old files, no weights, or the new files."""
 
     def is_entry(name: str) -> bool:
         return name in (INDEX_FILE, ROWS_INDEX_FILE, WEIGHTS_FILE)
@@ -129,11 +129,12 @@ def make_directory(path: Path) -> None:
 
 
 def publish(owner: Owner, overwrite: bool = False) -> None:
-    """Put the owner's "partial" directory or file in the place of its path.
+    """Move the owner's "partial" directory or file to its path.
 
     It takes one step if Linux and the file system can exchange names. If they cannot, it takes two steps to replace a
     file by a directory, a directory by a file, or a directory with files. The old content stays under a hidden name
-    until the owner is closed. Where names cannot be changed at all (EXDEV), a file is copied, which is not one step.
+    until the owner is closed. If names cannot be changed at all (EXDEV), a file is copied, which takes more than one
+    step.
 
     Args:
         owner: Owner of the path. The content of files in a directory is on the disk.
@@ -154,7 +155,7 @@ def publish(owner: Owner, overwrite: bool = False) -> None:
 
 
 def _copy(new: Path, path: Path) -> None:
-    """Write a file again under its name, where its file system or mount (some FUSE ones) cannot rename."""
+    """Copy a file to its name, if its file system or mount (some FUSE ones) cannot rename."""
     if path.is_symlink():
         path.unlink()
     with new.open("rb") as source, open(path, "wb", opener=_without_following) as target:

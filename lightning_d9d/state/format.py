@@ -40,13 +40,13 @@ _DTYPES = {name: dtype for dtype, name in ALL_DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of other readers."""
 _MAX_DIMS = 64
-"""More dims than any tensor has, and the most that torch computes with."""
+"""More dims than any tensor has; torch does not support more."""
 _CHUNK_BYTES = 2**24
 _PIECE_BYTES = 2**21
-"""Small enough to stay in the processor's cache until it is copied."""
+"""Size of a piece, small enough to stay in the processor's cache until it is copied."""
 MOST_READS = 8
 _reads = Semaphore(MOST_READS)
-"""More reads at a time do not make a disk faster."""
+"""Limits concurrent reads, because more do not make a disk faster."""
 _AGAIN = "fetch or export it again"
 _REMEDIES: dict[int | None, str] = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
@@ -58,7 +58,7 @@ _REMEDIES: dict[int | None, str] = {
 
 @contextmanager
 def reading(path: object) -> Iterator[None]:
-    """Turn errors of the system and of the content into a `StateError` that names the file or directory."""
+    """Convert errors of the system and of the content to a `StateError` that names the file or directory."""
     try:
         yield
     except (OSError, ValueError, RecursionError) as error:
@@ -73,7 +73,7 @@ class StoredTensor:
         self.shape, self.dtype, self._file, self._entry = entry.shape, entry.dtype, file, entry
 
     def __getitem__(self, index: Index) -> Tensor:
-        """Return a slice, in memory of its own. It reads the bytes from the slice's first number to its last."""
+        """Return a slice, in new memory. It reads the bytes from the slice's first number to its last."""
         return self._read(self._picked(index))
 
     def copy_to(
@@ -86,14 +86,14 @@ class StoredTensor:
         """Copy a slice, cast to some dtypes one after the other, into a tensor of its shape.
 
         Bytes that need no change are read directly into the target. Others are read in pieces: new memory for all would
-        take several times as long, because the system must clear it first. Under a URL they are read all at once, as a
-        request takes long.
+        take several times as long, because the system must clear it first. Under a URL they are read all at once,
+        because a request takes long.
 
         Args:
             index: The slice.
-            target: Tensor that gets it.
+            target: Target tensor.
             casts: Dtypes.
-            see: Gets the numbers as they are in the file, flat, piece by piece; for a slice also the numbers between.
+            see: Receives the numbers as stored in the file, flat, piece by piece; for a slice also the numbers between.
         """
         picked, is_url = self._picked(index), isinstance(self._file.path, UrlPath)
         is_same = target.is_cpu and {target.dtype, *casts} == {self.dtype}
@@ -131,7 +131,7 @@ class StoredTensor:
         return self._entry.end - self._entry.begin
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all elements, flat, in chunks; a chunk is valid until the next one is asked for."""
+        """Yield all elements, flat, in chunks; a chunk is valid until the next one is requested."""
         is_url = isinstance(self._file.path, UrlPath)
         length = _CHUNK_BYTES if is_url else _PIECE_BYTES
         room = None if is_url else torch.empty(min(length, self.num_bytes), dtype=torch.uint8, device="cpu")
@@ -160,9 +160,9 @@ class SafetensorsFile:
     """An open file, whose header the `safetensors` package has checked.
 
     Slices are read here, not by the package. The package does not read URLs. It maps local files into memory and
-    refuses one larger than the memory (measured: 200 GB, with 23 GB of memory). Its one thread takes 1.1 to 1.25 times
-    as long as the two here (measured from a disk). If a file is truncated meanwhile, the process ends without a
-    message.
+    refuses one larger than the memory (measured: 200 GB, with 23 GB of memory). Its single thread takes 1.1 to 1.25
+    times as long as the two here (measured from a disk). If a file is truncated meanwhile, it ends the process without
+    a message.
 
     Raises:
         StateError: The file cannot be read, or its header does not fit it.
@@ -229,7 +229,7 @@ class SafetensorsFile:
 
 
 def _check_by_package(header: bytes, size: int) -> None:
-    """Let the package check a header, in a file of the same size with a hole in place of the tensors.
+    """Check a header with the package, in a file of the same size with a hole instead of the tensors.
 
     So one parser checks files under URLs too, and nothing can change between the check and the use.
 
@@ -255,7 +255,7 @@ def _scratch_file() -> IO[bytes]:
 
 
 def _entry(name: str, values: Mapping[str, Any], start: int) -> _Entry:
-    """Make an entry. The package has checked it, except for limits of torch."""
+    """Make an entry of a header. The package has checked it, except for limits of torch."""
     shape, (begin, end), dtype = tuple(values["shape"]), values["data_offsets"], values["dtype"]
     if dtype not in _DTYPES:
         raise ValueError(printable(f"{name} is {dtype}, not one of {', '.join(_DTYPES)}"))
@@ -278,14 +278,14 @@ def write_safetensors(
 ) -> dict[str, int]:
     """Write one file, with the tensors in the order of `shapes`. Local.
 
-    The `safetensors` package is as fast, but takes all tensors at once, in an order of its own. The ranks of a mesh
-    have one tensor at a time. Checksums would also need a second pass (measured: 7.0 s for 1 GiB, not 4.5 s).
+    The `safetensors` package is as fast, but needs all tensors at once, in its own order. The ranks of a mesh have one
+    tensor at a time. Checksums would also need a second pass (measured: 7.0 s for 1 GiB, not 4.5 s).
 
     Args:
         path: Path of the file.
         shapes: Shapes of its tensors, by name.
-        dtypes: Dtypes of these tensors, and perhaps of others.
-        values: Contiguous tensors on the CPU, in the same order; each is asked for when the ones before it are written.
+        dtypes: Dtypes of these tensors; it may contain others.
+        values: Contiguous tensors on the CPU, in the same order; each is requested when the earlier ones are written.
 
     Returns:
         CRC-32 of each tensor.
@@ -314,7 +314,7 @@ def write_safetensors(
 
 
 def write_json(path: Place, values: Mapping[str, Any]) -> None:
-    """Write a JSON file that people can read too. Local."""
+    """Write a readable JSON file. Local."""
     write_bytes(path, (json.dumps(values, indent=2) + "\n").encode())
 
 

@@ -57,10 +57,10 @@ def read_manifest(directory: Place) -> dict[str, Any] | None:
     try:
         values = read_json(path)
         if values["format"] != _FORMAT:
-            raise ValueError("it is of another kind")
+            raise ValueError("it has another format")
         return {**values["tensors"]}  # a list of pairs is refused
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{path}: is not a manifest ({error!r}); {_REMEDY}.") from error
+        raise StateError(f"{path}: it is not a manifest ({error!r}); {_REMEDY}.") from error
 
 
 class Check:
@@ -69,11 +69,11 @@ class Check:
     `see` gets all of its numbers in order; `finish` raises if they are wrong.
 
     Args:
-        where: File and tensor, for errors.
+        where: Name of the file and the tensor, for errors.
         name: Name in the manifest.
         stored: The tensor.
-        manifest: Entries of the manifest. None: they are not compared.
-        check_finite: Check that its numbers are neither infinite nor NaN.
+        manifest: Entries of the manifest. None compares no checksums.
+        check_finite: Whether to check that its numbers are neither infinite nor NaN.
 
     Raises:
         StateError: The manifest has another shape or dtype.
@@ -96,7 +96,7 @@ class Check:
         """Raises a `StateError` if the numbers are not those of the manifest, or not finite."""
         if self._expected not in (None, f"{self._checksum:08x}"):
             raise StateError(
-                f"{self._where} is damaged or was replaced: its checksum is not that of the manifest; {_REMEDY}."
+                f"{self._where} is damaged or was replaced: its checksum differs from the manifest's; {_REMEDY}."
             )
         if not self._finite:
             raise StateError(f"{self._where} has numbers that are not finite; use another checkpoint.")
@@ -116,5 +116,5 @@ def _expected_sum(where: str, stored: StoredTensor, expected: Any) -> str:
     found = {"dtype": ALL_DTYPE_NAMES[stored.dtype], "shape": list(stored.shape)}
     for key, value in found.items():
         if expected.get(key) != value:
-            raise StateError(f"{where} has {key} {value}, in the manifest {expected.get(key)}; {_REMEDY}.")
+            raise StateError(f"{where} has {key} {value}, but the manifest has {expected.get(key)}; {_REMEDY}.")
     return str(expected.get("crc32"))

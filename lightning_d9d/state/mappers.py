@@ -32,19 +32,19 @@ from lightning_d9d.state.views import (
 
 
 class Group(NamedTuple):
-    """Names of tensors that are needed together, and of the tensors made of them."""
+    """Names of tensors that are needed together, and of the tensors made from them."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 class Mapper(ABC):
-    """A mapper makes tensors of tensors. Each name is in one group of a mapper."""
+    """A mapper makes tensors from tensors. Each name is in one group of a mapper."""
 
     @property
     @abstractmethod
     def groups(self) -> tuple[Group, ...]:
-        """Return the groups: which outputs are made of which inputs. Groups do not depend on each other."""
+        """Return the groups: which outputs are made from which inputs. Groups do not depend on each other."""
 
     @abstractmethod
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
@@ -109,9 +109,9 @@ class Mapper(ABC):
         return dict(materialized(self.plan(tensors), tensors))
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Map tensors as they come: a group is mapped when its last input has come, and then forgotten.
+        """Map a stream of tensors: a group is mapped when its last input has arrived, and then forgotten.
 
-        Names that the mapper does not take are left out. Collective if DTensors are gathered: they must then come in
+        Names that the mapper does not take are left out. Collective if DTensors are gathered: they must then arrive in
         the same order on all ranks.
 
         Raises:
@@ -131,7 +131,9 @@ class Mapper(ABC):
         if waiting:
             group, inputs = next(iter(waiting.items()))
             missing = [each for each in group.inputs if each not in inputs]
-            raise StateError(f"{first_of(missing)} never came, but {first_of([*group.outputs])} is made of it; give it")
+            raise StateError(
+                f"{first_of(missing)} never arrived, but {first_of([*group.outputs])} is made from it; give it"
+            )
 
     def with_rest(self, names: Iterable[str]) -> Mapper:
         """Return this mapper with the rest of `names`, which pass unchanged."""
@@ -203,7 +205,7 @@ class Rename(_Leaf):
 
 
 class Select(_Leaf):
-    """Take children of a stacked tensor by their index in a dim, which they then lack.
+    """Take children of a stacked tensor by their index in a dim, which the children lack.
 
     Args:
         source: The stacked tensor.
@@ -251,7 +253,7 @@ class Stack(_Leaf):
 
 
 class Concatenate(_Leaf):
-    """Concatenate tensors along a dim that they have."""
+    """Concatenate tensors along an existing dim."""
 
     def __init__(self, sources: Sequence[str], target: str, dim: int = 0) -> None:
         super().__init__(sources, [target])
@@ -320,7 +322,7 @@ class Cast(_Each):
 
 
 class Distribute(_Each):
-    """Make DTensors of tensors that all ranks have or can read: each rank takes its own part, and nothing is sent.
+    """Make DTensors from tensors that all ranks have or can read: each rank takes its own part, and nothing is sent.
 
     Args:
         names: Names of the tensors.
@@ -364,9 +366,7 @@ class Parallel(Mapper):
             seen: set[str] = set()
             for name in (name for group in self._groups for name in getattr(group, kind)):
                 if name in seen:
-                    raise StateError(
-                        f"{name} is among the {kind} of two mappers that stand side by side; let one of them have it"
-                    )
+                    raise StateError(f"{name} is among the {kind} of two parallel mappers; leave it to one of them")
                 seen.add(name)
         self._mapper_of = {
             name: index
@@ -391,11 +391,11 @@ class Parallel(Mapper):
 class Sequential(Mapper):
     """Mappers one after the other.
 
-    Names that a mapper does not take pass through it. Outputs that no later mapper takes are outputs of the whole.
-    Inputs that no earlier mapper makes are inputs of the whole.
+    Names that a mapper does not take pass through unchanged. Outputs that no later mapper takes are outputs of the
+    whole. Inputs that no earlier mapper makes are inputs of the whole.
 
     Raises:
-        StateError: An earlier mapper has already taken an input, or two tensors would have one name.
+        StateError: An earlier mapper has already taken an input, or two tensors would have the same name.
     """
 
     def __init__(self, mappers: Iterable[Mapper]) -> None:
@@ -431,9 +431,7 @@ class Sequential(Mapper):
                 made |= dict.fromkeys(group.outputs, tuple(sources))
             used |= made.keys()
             if both := [name for name in made if name in made_of]:
-                raise StateError(
-                    f"{both[0]} is made by a mapper, but one of that name is still there from before; rename one"
-                )
+                raise StateError(f"{both[0]} is made by a mapper, but an earlier tensor has this name; rename one")
             made_of |= made
         return made_of
 
@@ -515,7 +513,7 @@ class Share(Mapper):
 
 
 class Inverse(Mapper):
-    """The mapper that undoes another, so that one mapper serves to load and to save.
+    """The reverse of another mapper, so that one mapper serves to load and to save.
 
     Args:
         mapper: A mapper that keeps all values of its inputs.
@@ -536,12 +534,12 @@ class Inverse(Mapper):
         return tuple(Group(group.outputs, group.inputs) for group in self._mapper.groups)
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """Make the mapper's inputs of its outputs."""
+        """Make the mapper's inputs from its outputs."""
         for name, view in views.items():
             if view.shape != self._expected[name].shape:
                 raise StateError(
-                    f"{name} has shape {list(view.shape)} and should have {list(self._expected[name].shape)}; give the "
-                    "tensors that the mapper makes"
+                    f"{name} has shape {list(view.shape)} but should have {list(self._expected[name].shape)}; give "
+                    "tensors as the mapper makes them"
                 )
         made = {name: None for each in views for name in self.group_of[each].outputs}
         return {name: substituted(self._views[name], views) for name in made}

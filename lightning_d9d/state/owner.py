@@ -107,7 +107,10 @@ class Owner:
 
 @contextmanager
 def owned(path: Path) -> Iterator[Owner]:
-    """Yield an owner of the path after removing leftovers; at the end remove them again, with its own. Local."""
+    """Yield an owner of the path after removing leftovers; at the end remove leftovers again, including its own.
+
+    Local.
+    """
     owner = Owner(path)
     try:
         owner.tidy()
@@ -117,7 +120,7 @@ def owned(path: Path) -> Iterator[Owner]:
 
 
 def hold(path: Path) -> BinaryIO | None:
-    """Open a file for reading; until it is closed, `unless_held` is false everywhere. Local.
+    """Open a file for reading; until it is closed, `unless_held` yields False on every process. Local.
 
     Returns:
         The file; None if it cannot be read, or is being removed.
@@ -137,10 +140,10 @@ def hold(path: Path) -> BinaryIO | None:
 
 @contextmanager
 def unless_held(path: Path) -> Iterator[bool]:
-    """Yield True if no process holds a file; none can until the block ends. Local; always True without locks.
+    """Yield True if no process holds a file; none can hold it until the block ends. Local; always True without locks.
 
     Raises:
-        OSError: The file cannot be written to, for instance because it is another user's.
+        OSError: The file cannot be written, for example because it belongs to another user.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -29,7 +29,7 @@ MAX_SMALL_BYTES = 100_000_000
 
 
 class UrlPath:
-    """The few things of a `Path` that reading and writing weights needs, for a URL such as `s3://bucket/model`.
+    """The part of a `Path` that reading and writing weights needs, for a URL such as `s3://bucket/model`.
 
     Raises:
         OSError: A package of fsspec failed. The message has the URL; all methods may raise it.
@@ -53,7 +53,7 @@ class UrlPath:
 
     @property
     def normal(self) -> tuple[object, PurePath]:
-        """The store (None: the local file system), and the path in it in its normal form."""
+        """The store (None for the local file system), and the path in it in its normal form."""
         if isinstance(self._files, LocalFileSystem):
             return None, Path(self._path).resolve()
         store = type(self._files), self._files.storage_options.get("host")
@@ -70,7 +70,7 @@ class UrlPath:
             return bool(self._files.isfile(self._path))
 
     def open(self, mode: str) -> UrlFile:
-        """Open the file to write to it."""
+        """Open the file for writing."""
         with _named(self._url):
             return UrlFile(self._url, self._files.open(self._path, mode))
 
@@ -105,7 +105,7 @@ class UrlPath:
         return self / f".{int(time.time())}-{secrets.token_hex(8)}.partial"
 
     def move(self, target: UrlPath) -> None:
-        """Move the file to another name in the same store, replacing what is there."""
+        """Move the file to another name in the same store, replacing a file there."""
         with _named(self._url):
             self._files.mv(self._path, target._path)
 
@@ -174,7 +174,7 @@ def place_of(path: str | Path | UrlPath) -> Place:
 def refuse_overlap(source: Place, target: Place) -> None:
     """Refuse to replace a source that is read. Local.
 
-    Paths are compared without links, URLs by their store and their path in it.
+    Paths are compared without links, and URLs by their store and their path in it.
 
     Raises:
         StateError: The target is the source, lies in it, or contains it.
@@ -183,7 +183,7 @@ def refuse_overlap(source: Place, target: Place) -> None:
     if store != other_store or not (read.is_relative_to(written) or written.is_relative_to(read)):
         return
     relation = "is" if read == written else "contains" if read.is_relative_to(written) else "lies in"
-    raise StateError(f"the target {target} {relation} {source}, which is read; give another target")
+    raise StateError(f"the target {target} {relation} {source}, which is read; choose another target")
 
 
 def lies_in(place: Place, folder: Place) -> bool:
@@ -252,8 +252,8 @@ def check_link(folder: Place, name: str, named_by: Place) -> None:
         raise StateError(f"{named_by}: the file {name!r} cannot be found ({error}).") from error
     if home not in real.parents and real.parent != home.parent.parent / "blobs":
         raise StateError(
-            f"{named_by}: the file {name!r} is a link out of the directory, to {real}. Give the directory where it "
-            "is, or do not use this checkpoint."
+            f"{named_by}: the file {name!r} is a link out of the directory, to {real}. Give the directory that "
+            "contains the file, or do not use this checkpoint."
         )
 
 

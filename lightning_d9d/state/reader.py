@@ -34,21 +34,21 @@ _MAX_OPEN_FILES = 16
 _MAX_FILES = 10_000
 """Largest number of files that an index may name. Published models have some hundreds."""
 _LARGE_BYTES = 2**24
-"""Two tensors of this size are in memory at a time."""
+"""Size of a large tensor; two tensors of this size are in memory at a time."""
 _SUFFIX = ".safetensors"
 Targets = Mapping[str, Sequence[tuple[MappedBox, Tensor]]]
-"""Parts of each tensor in the files, and where they are copied."""
+"""Parts of each tensor in the files, and the tensors to which they are copied."""
 
 
 class Checks(NamedTuple):
     """The checks of tensors in files."""
 
     checksums: bool = True
-    """Compare checksums, if the files have a manifest."""
+    """If True, compare checksums, if the files have a manifest."""
     finite: bool = False
-    """Refuse numbers that are infinite or NaN."""
+    """If True, refuse numbers that are infinite or NaN."""
     first: bool = True
-    """Check before the first tensor changes, which reads all tensors once more. False: check while reading."""
+    """If True, check before the first tensor changes, which reads all tensors once more. False checks while reading."""
 
 
 NO_CHECKS = Checks(checksums=False)
@@ -71,7 +71,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
     """The tensors of a directory with one `model.safetensors` or with the files of an index, or of one file. Local.
 
     `file_of` has the names of all tensors and their files. Names outside of the directory are refused. Links that lead
-    out of it are refused too, except in the cache of Hugging Face's hub. Files are opened when they are needed. As a
+    out of it are refused, too, except in the cache of Hugging Face's hub. Files are opened when they are needed. As a
     mapping it has a `StoredTensor` for each name, from which slices can be read.
 
     Args:
@@ -101,7 +101,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         return len(self.file_of)
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Continue as if the files did not have these tensors."""
+        """Hide these tensors, as if the files did not have them."""
         self.__dict__.pop("specs", None)
         for name in names:
             del self.file_of[name]
@@ -114,7 +114,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         return {name: found[name] for name in self.file_of}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], remedy: str) -> None:
-        """Open the files of these tensors; check that each is there, of the given shape and a float dtype of weights.
+        """Open the files of these tensors; check that each is there, with the given shape and a float dtype of weights.
 
         Args:
             shapes: Shapes by name; other tensors are ignored.
@@ -123,7 +123,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         for name in self._in_order(shapes):
             stored, where = self[name], f"{self.file_of[name]}: {name}"
             if stored.shape != shapes[name]:
-                raise StateError(f"{where} has shape {stored.shape} and the model {shapes[name]}; {remedy}.")
+                raise StateError(f"{where} has shape {stored.shape}, but the model has {shapes[name]}; {remedy}.")
             if stored.dtype not in DTYPE_NAMES:
                 legal = ", ".join(DTYPE_NAMES.values())
                 raise StateError(
@@ -136,7 +136,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         Args:
             names: Names of the tensors. Each is read whole.
             checks: The checks to make.
-            progress: Show a bar.
+            progress: Whether to show a progress bar.
         """
         if (new_check := self._checking(checks)) is None:
             return
@@ -158,7 +158,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
         Args:
             targets: Parts to copy and their targets, by name.
-            progress: Show a bar.
+            progress: Whether to show a progress bar.
             checks: Checks of the tensors that are read whole, `names_of_whole`, while they are read.
         """
         new_check = self._checking(checks)

@@ -1,4 +1,4 @@
-"""Opens files of others as regular files only: it follows no link, and never waits for a pipe or a device."""
+"""Opens files of others only if they are regular files: it follows no link, and never waits for a pipe or a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def open_regular(path: str | Path, *, follow_links: bool = False) -> io.Buffered
 
     Args:
         path: The file.
-        follow_links: If True, the last part of the path may be a link, since the user gave it.
+        follow_links: Whether the last part of the path may be a link, because the user gave it.
 
     Raises:
         StateError: The path is a link, a pipe, a device or a directory.

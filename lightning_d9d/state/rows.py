@@ -1,4 +1,4 @@
-"""Rows that ranks get batch by batch, in any order, written to safetensors files in the order of their numbers."""
+"""Rows that ranks receive batch by batch, in any order, written to safetensors files in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Batch(NamedTuple):
     """The source whose rows are numbered, such as a dataset."""
     number: int
     rows: Sequence[int]
-    """Numbers of the rows. If they are not known: how many rows this rank had before."""
+    """Numbers of the rows. If they are unknown: the number of rows that this rank had before."""
     is_known: bool
     file: str
     first: int
@@ -58,10 +58,10 @@ _Block = list[_Row]
 
 
 class RowFiles:
-    """A writer of rows as they come and, at the end, of an index in the order of their numbers.
+    """Writes rows as they arrive and, at the end, an index in the order of their numbers.
 
     Files whose rows are in this order stay unchanged. Files of ranks that took turns are written once more in order, by
-    all ranks at the same time. A row that came several times is kept once.
+    all ranks at the same time. A row that arrived several times is kept once.
 
     Args:
         folder: Folder in which all ranks write.
@@ -79,12 +79,12 @@ class RowFiles:
         self._num_rows: dict[int, int] = defaultdict(int)
 
     def add(self, source: int, number: int, rows: Sequence[int] | None, tensors: Mapping[str, Tensor]) -> None:
-        """Take a batch of this rank. Local.
+        """Add a batch of this rank. Local.
 
         Args:
             source: The source whose rows are numbered.
             number: Number of the batch.
-            rows: Numbers of the rows. None if not known: then rows follow the order of batches, and among batches with
+            rows: Numbers of the rows. None if unknown: rows then follow the order of batches, and among batches with
                 the same number the lowest rank's comes first.
             tensors: At least one tensor, with the rows along dim 0: at least one row, and the same number in all.
         """
@@ -135,7 +135,7 @@ class RowFiles:
         return len(rows)
 
     def _write_in_order(self, rows: Iterable[_Row], failure: str) -> dict[str, str]:
-        """Write new files in place of the old ones. Returns the file of each tensor, in order."""
+        """Write new files that replace the old ones. Return the file of each tensor, in order."""
         contents = _split_into_files(rows, self.max_bytes)
         names = [f"rows-{number:05d}-of-{len(contents):05d}.safetensors" for number in range(1, len(contents) + 1)]
         opened = lru_cache(_MAX_OPEN_FILES)(SafetensorsFile)
@@ -162,7 +162,7 @@ def _remove(path: Place) -> None:
 
 
 def _numbered(batches: Sequence[_Batch]) -> list[_Batch]:
-    """Return the batches, with numbers also for rows whose source does not number them."""
+    """Return the batches, with numbers for rows whose source does not number them, too."""
     unknown = {batch.source for batch in batches if not batch.is_known}
     begins: dict[int, int] = defaultdict(int)
     numbered = []

@@ -1,4 +1,4 @@
-"""Reads the shards that ranks hold of tensors from files."""
+"""Reads this rank's shards of tensors from files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_d9d.state.views import View
 
 
 class _Copies(NamedTuple):
-    """Ranks that hold the same part of a tensor in one dtype: the first in line reads it, and each passes it on."""
+    """Ranks that hold the same part of a tensor in one dtype: the first reads it, and each passes it on."""
 
     name: str
     box: Box
@@ -67,8 +67,8 @@ def fill_shards(
         local: Names and shards that this rank holds; a name may occur more than once.
         checks: Checks, divided over the ranks. While reading, a rank checks tensors that it reads whole; the rest is
             read once more.
-        failure: How an error of a rank begins.
-        progress: Show bars for the bytes that the first rank reads.
+        failure: Beginning of a rank's error.
+        progress: Whether to show progress bars for the bytes that the first rank reads.
 
     Raises:
         StateError: A check failed. Every rank raises it. Nothing has changed if checks come first.

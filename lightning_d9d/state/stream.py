@@ -29,13 +29,13 @@ MAX_SHARD_BYTES = 5 * 1000**3
 def read_tensors(
     path: str | Path, mapper: Mapper | None = None, *, verify: bool = True, check_finite: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of a directory or a file through a mapper, each when it is asked for. Local.
+    """Yield the tensors of a directory or a file through a mapper, each read when it is requested. Local.
 
     Args:
         path: A directory with `model.safetensors` or an index, or one file; also a URL that fsspec knows.
-        mapper: Mapper from names in the files; tensors that it does not take are not read. None: all, unchanged.
-        verify: Compare with the manifest first, if the directory has one.
-        check_finite: Search first for numbers that are infinite or NaN.
+        mapper: Mapper from names in the files; tensors that it does not take are not read. None reads all, unchanged.
+        verify: Whether to compare with the manifest first, if the directory has one.
+        check_finite: Whether to search first for numbers that are infinite or NaN.
 
     Returns:
         Name and tensor, on the CPU or as a DTensor; a rank reads only its shard of a DTensor.
@@ -65,22 +65,23 @@ def load_tensors(
 ) -> None:
     """Fill tensors in place with those of a directory or file. Collective over the default group, if there is one.
 
-    A rank reads what it holds: its own slices of DTensors, for any meshes and placements. If several ranks hold the
-    same part, one of them reads it and passes it on. A tensor may have several names, such as a weight in two modules
-    or in their state dict. It is filled under the first name that is there. Floats are cast, but not float8, which
+    A rank reads its own part: its slices of DTensors, for any meshes and placements. If several ranks hold the same
+    part, one of them reads it and passes it on. A tensor may have several names, such as a weight in two modules or in
+    their state dict. The tensor is filled under the first name that is found. Floats are cast, but not float8, which
     needs a scale. Names, shapes and dtypes are checked on all ranks before the first tensor changes on any.
 
     Args:
         target: A module, whose state dict is filled, or tensors by name. Ranks may have different names.
         path: The same path as for `read_tensors`, on every rank.
-        mapper: From names in the files to names in the target. None: they are the same.
+        mapper: Mapper from names in the files to names in the target. None: the names are the same.
         strict: If True, all of the target must be filled, and all tensors of the files must be used on some rank. If
-            False, load what both have: the tensors whose inputs to the mapper are all in the files.
-        verify: Compare with the manifest, if the directory has one.
-        check_finite: Search for numbers that are infinite or NaN.
-        check_first: Check before the first tensor changes, which reads the files once more, divided over the ranks.
+            False, only common tensors are loaded: those whose inputs to the mapper are all in the files.
+        verify: Whether to compare with the manifest, if the directory has one.
+        check_finite: Whether to search for numbers that are infinite or NaN.
+        check_first: Whether to check before the first tensor changes, which reads the files once more, divided over the
+            ranks.
             False: check while reading. Then the tensors have some of the new values after an error.
-        progress: Show bars on the first rank.
+        progress: Whether to show progress bars on the first rank.
 
     Raises:
         StateError: A file is missing or damaged, or names, shapes or dtypes do not fit. Every rank raises it.
@@ -125,22 +126,22 @@ def save_tensors(
 ) -> None:
     """Write tensors as safetensors files with a manifest, and with an index if there are several files. Collective.
 
-    Tensors may lie on many ranks. All ranks write, each different files; the files are the same as from one process.
-    Besides its own tensors, a rank holds at most one whole tensor of the files, and the slices that ranks send to each
-    other meanwhile. From a reader, one tensor is in memory at a time.
+    The tensors may be sharded over many ranks. All ranks write, each different files; the files are the same as from
+    one process. Besides its own tensors, a rank holds at most one whole tensor of the files, and the slices that ranks
+    exchange for it. From a reader, one tensor is in memory at a time.
 
     Args:
         source: A module, or tensors by name, with DTensors of any mesh; ranks may have different names. Or an object
             with tensors that can be read by name, such as a `SafetensorsReader`.
         directory: The target, as for `complete_directory`.
-        mapper: Mapper from names of the source to names in the files. It must take all names, and gives the order in
-            the files. None: names stay, sorted with numbers by value.
+        mapper: Mapper from names of the source to names in the files. The mapper must take all names, and determines
+            the order in the files. None keeps the names, sorted with numbers by value.
         dtype: Dtype of floats in the files; float8 is refused. None: unchanged.
         max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own.
-        files: Further files for the directory, name and content; the first rank's.
-        overwrite: Replace an existing directory, with everything in it.
-        verify: First compare tensors of a reader with its manifest.
-        progress: Show a bar on the first rank.
+        files: Further files for the directory, by name and content; the first rank's are written.
+        overwrite: Whether to replace an existing directory, with everything in it.
+        verify: Whether to compare tensors of a reader with its manifest first.
+        progress: Whether to show a progress bar on the first rank.
         only_file: Name of one file for all tensors, whatever their size.
 
     Raises:
@@ -191,7 +192,7 @@ def _tensors_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
 
 def _shard(name: str, tensor: Any) -> LocalShard:
     if tensor.dtype not in ALL_DTYPE_NAMES:
-        raise StateError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it before saving")
+        raise StateError(f"{name} is {tensor.dtype}, which safetensors files do not support; cast it before saving")
     if not isinstance(tensor, Tensor):
         return LocalShard(tensor, whole_box(tensor.shape))
     return LocalShard.of(name, tensor)
@@ -218,8 +219,8 @@ def _unused(reader: SafetensorsReader, mapper: Mapper) -> list[str]:
 def _check_fit(name: str, view: View, tensor: Tensor) -> None:
     if view.shape != tuple(tensor.shape):
         raise StateError(
-            f"{name} has shape {list(view.shape)} in the files and {list(tensor.shape)} here; build the model with "
-            "the config it was saved with"
+            f"{name} has shape {list(view.shape)} in the files, but {list(tensor.shape)} here; build the model with "
+            "the config with which it was saved"
         )
     if view.dtype is not None:
         _check_cast(name, view.dtype, "in the files", tensor.dtype, "here")

@@ -1,4 +1,4 @@
-"""Work on many tensors of files at the same time: a thread that waits for a disk or a store does not block others."""
+"""Processes many tensors of files at the same time: a thread that waits for a disk or a store does not block others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import torch
 from lightning_d9d.state.progress import Progress
 
 _MAX_THREADS = 16
-"""Twice the number that may read at a time, `MOST_READS`: the others check and copy meanwhile."""
+"""Twice the number of concurrent reads, `MOST_READS`: the other threads check and copy meanwhile."""
 _MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
-"""Bytes of a bundle. The system reads ahead for a thread that reads much in a row."""
+"""Bytes of a group of neighbouring tensors. The system reads ahead for a thread that reads much in a row."""
 
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Stop Python's garbage collection while the boxes of many tensors are made: none of them is garbage. Local."""
+    """Stop Python's garbage collection while the boxes of many tensors are made, because none of them is garbage.
+
+    Local.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -41,7 +44,7 @@ def in_threads(
     same time.
 
     Args:
-        work: The function. Its first error, in the order of pieces, is raised here after the started pieces have ended.
+        work: The function. The first error, in the order of pieces, is raised here after the started pieces have ended.
         num_bytes: Number of bytes by name.
         progress: The progress bar that gets the number of bytes.
     """

@@ -1,7 +1,7 @@
-"""Views: tensors made of parts of others, known before there is any data. Mappers compute with them.
+"""Views: Tensors assembled from parts of others, known before there is any data. Mappers compute with views.
 
-A `View` says which part of which source has the values of each part of a tensor. Splitting and joining views gives
-views again, and their boxes still name the first sources. So a chain of mappers is one step for readers and writers. A
+A `View` maps each part of a tensor to the part of a source that has its values. Splitting and joining views gives views
+again, and their boxes still name the original sources. So a chain of mappers is one step for readers and writers. A
 rank that needs a slice of the result finds the slices of the sources that it needs.
 """
 
@@ -35,7 +35,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """A tensor made of parts of others."""
+    """A tensor assembled from parts of others."""
 
     name: str
     """Name for errors."""
@@ -93,7 +93,7 @@ class View:
     def as_gathered(self) -> View:
         """Return the view whole on each rank."""
         if self.sharding is None:
-            raise StateError(f"{self.name} is not a DTensor, so it cannot be gathered; leave it out of Gather")
+            raise StateError(f"{self.name} is not a DTensor, so it cannot be gathered; remove it from Gather")
         return dataclasses.replace(self, sharding=None)
 
     def _with_dims(self, dims: Sequence[int]) -> View:
@@ -147,7 +147,7 @@ def stack(name: str, views: Sequence[View], dim: int) -> View:
 
 
 def concatenate(name: str, views: Sequence[View], dim: int) -> View:
-    """Concatenate views along a dim that they have."""
+    """Concatenate views along an existing dim."""
     dim = checked_dim(name, len(views[0].shape), dim)
     first = _alike(name, views, dim)
     boxes: list[MappedBox] = []
@@ -164,12 +164,12 @@ def _alike(name: str, views: Sequence[View], free_dim: int | None) -> View:
         shapes = [[n for dim, n in enumerate(each.shape) if dim != free_dim] for each in (first, view)]
         if shapes[0] != shapes[1] or len(first.shape) != len(view.shape):
             raise StateError(
-                f"{first.name} {list(first.shape)} and {view.name} {list(view.shape)} cannot be put together into "
-                f"{name}; their shapes must agree"
+                f"{first.name} {list(first.shape)} and {view.name} {list(view.shape)} cannot be combined into {name}; "
+                "their shapes must agree"
             )
         if first.dtype != view.dtype:
             raise StateError(
-                f"{first.name} is {first.dtype} and {view.name} {view.dtype}, which cannot be put together into "
+                f"{first.name} is {first.dtype} but {view.name} is {view.dtype}, so they cannot be combined into "
                 f"{name}; put Cast before it"
             )
     return first
@@ -194,7 +194,7 @@ def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, 
     for name, spec in specs.items():
         if sum(size(mapped.place) for mapped in boxes[name]) != size(whole_box(spec.shape)):
             raise StateError(
-                f"the mapper does not keep all of {name}, so it cannot be inverted; give a mapper that keeps all"
+                f"the mapper does not keep all of {name}, so it cannot be inverted; use a mapper that keeps everything"
             )
     return {name: View(name, spec.shape, spec.dtype, tuple(boxes[name])) for name, spec in specs.items()}
 
@@ -254,7 +254,7 @@ def _materialized(view: View, sources: Mapping[str, Readable], gathered: dict[st
 
 
 def _unmoved(view: View, sources: Mapping[str, Readable]) -> Tensor | None:
-    """Return the source that the view equals, element by element; None if there is none."""
+    """Return the source that the view equals, element by element; None if it equals none."""
     if len(view.boxes) != 1:
         return None
     [mapped], source = view.boxes, sources[view.boxes[0].source]
@@ -263,7 +263,7 @@ def _unmoved(view: View, sources: Mapping[str, Readable]) -> Tensor | None:
 
 
 def assembled(view: View, box: Box, sources: Mapping[str, Readable], dtype: torch.dtype) -> Tensor:
-    """Return a box of a view, put together from what can be read of its sources. Local."""
+    """Return a box of a view, assembled from the parts of its sources that can be read. Local."""
     devices = {value.device for value in sources.values() if isinstance(value, Tensor)}
     whole = torch.empty([len(held) for held in box], dtype=dtype, device=devices.pop() if devices else "cpu")
     for each in view.boxes:

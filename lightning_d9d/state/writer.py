@@ -57,8 +57,8 @@ def write_tensors(
 
     Collective. The files are the same on any mesh. Ranks that hold parts of a file take turns as writers, so all of
     them write at the same time if there are enough files. Other ranks send their slices to the writer, each slice from
-    one rank. All ranks go through their files together, tensor by tensor. So besides its own tensors a rank holds one
-    tensor of the files, the slices of it that it received, and those that it sends.
+    one rank. All ranks process their files together, tensor by tensor. So besides its own tensors a rank holds one
+    tensor of the files, the received slices of it, and the slices that it sends.
 
     Args:
         folder: An existing folder that all ranks can reach.
@@ -67,7 +67,7 @@ def write_tensors(
         dtype: Dtype of floats in the files; None keeps that of the view, or else of the source.
         max_file_bytes: Size at which a new file begins.
         failure: Beginning of a rank's error.
-        progress: Show a bar of the bytes that the first rank writes.
+        progress: Whether to show a progress bar for the bytes that the first rank writes.
         only_file: Name of one file for all tensors, whatever their size.
 
     Returns:
@@ -138,8 +138,8 @@ def _check_complete(name: str, owners: Iterable[Box], num_used: int) -> None:
     expected = max(num_used, bounds)
     if held != expected:
         raise StateError(
-            f"the ranks hold {held} elements of {name} in different shards, but it has {expected}. A parameter "
-            "that differs between ranks must be a DTensor over all of them."
+            f"the ranks hold {held} elements of {name} in different shards, but it has {expected}. A parameter that "
+            "differs between ranks must be a DTensor over all of them."
         )
 
 
@@ -184,10 +184,10 @@ def _num_held(tensors: Mapping[str, _StoredTensor]) -> dict[int, int]:
 def _write_round(
     files: Sequence[_File], local: Mapping[str, LocalShard], rank: int, progress: Progress
 ) -> dict[str, int]:
-    """Write some files at the same time, each by another rank. Files come in the same order on all ranks.
+    """Write some files at the same time, each on another rank. Files come in the same order on all ranks.
 
     Returns:
-        The checksums of what this rank has written.
+        Return the checksums of what this rank has written.
     """
     own = next((file.tensors for file in files if file.writer == rank), {})
     path = next((file.path for file in files if file.writer == rank), None)

@@ -1,4 +1,4 @@
-"""The inputs of `schedule=Auto(...)` in a run, and the choice that all ranks take."""
+"""Chooses a schedule for `schedule=Auto(...)` in a run, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_d9d.schedule import Auto, Choice
 from lightning_d9d.strategy.module import D9DModule
 
 CHOICE = "lightning_d9d_schedule"
-"""The name under which a checkpoint has the choice."""
+"""The name under which a checkpoint stores the choice."""
 _FLOAT32_BYTES = 4
 
 
@@ -25,16 +25,17 @@ def choose(
     """Choose a schedule on rank 0, for all ranks. Collective over all ranks.
 
     Args:
-        auto: Batch size, sequence length, and what else was given.
-        module: Says what its layers cost.
-        num_ranks: Of the pipeline.
-        dtype: Of weights, activations and the two states that Adam keeps of a weight. Gradients are in float32.
-        device: Whose memory is the cap, if it is a GPU and no other is given.
+        auto: The schedule, with batch size, sequence length, and other settings.
+        module: Gives the costs of its layers.
+        num_ranks: Number of pipeline ranks.
+        dtype: Bytes of a number in weights, activations and the two states that Adam keeps for a weight. Gradients are
+            in float32.
+        device: Device whose memory is the cap, if it is a GPU and no cap is given.
         compiles: Whether layers are compiled, so that they have no weight phase.
 
     Raises:
         ScheduleError: No schedule fits.
-        ConfigError: The module does not say what its layers cost.
+        ConfigError: The module does not give the costs of its layers.
     """
     ranks = Ranks()
 
@@ -44,7 +45,7 @@ def choose(
         costs = module.model_costs(auto.sequence_length, dtype.itemsize)
         if costs is None:
             raise ConfigError(
-                f"schedule=Auto(...) needs to know what the layers of {type(module).__name__} cost: implement "
+                f"schedule=Auto(...) needs the costs of the layers of {type(module).__name__}: implement "
                 "model_costs(sequence_length, bytes_per_element) -> ModelCosts, or name a schedule"
             )
         costs = costs.compiled() if compiles else costs

@@ -1,4 +1,4 @@
-"""Copies of batches from pinned memory to the GPU, on a stream of their own."""
+"""Copies of batches from pinned memory to the GPU, on a separate stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_d9d.pipeline.trees import children, with_children
 
 _MOST_AHEAD = 3
-"""Batches whose copies are kept at most: Lightning has one ahead, ranks that agree have read another."""
+"""Maximum number of batches whose copies are kept: Lightning is one batch ahead, and ranks that agree have read
+another."""
 
 
 class _Copy(NamedTuple):
@@ -26,15 +27,15 @@ class _Copy(NamedTuple):
 
 
 class BatchCopies:
-    """Copies batches while the GPU computes on those before them; the host waits for nothing. Local.
+    """Copies batches while the GPU computes on earlier ones; the host does not wait. Local.
 
-    A batch that has been read ahead is copied ahead (`begin_ahead`), before the step of the batch before it is
-    launched. So its copy runs behind that step, also where the step waits for the GPU. Copies go to a stream that waits
-    for no computation. The stream that computes waits for the copy, by an event. Memory of the copy belongs to the
-    stream of copies, and is used again only when the stream that computes is done with it.
+    A batch that has been read ahead is copied ahead (`begin_ahead`), before the step of the previous batch is launched.
+    So its copy runs during that step, even if the step waits for the GPU. Copies run on a stream that waits for no
+    computation. The compute stream waits for the copy, through an event. Memory of the copy belongs to the stream of
+    copies, and is reused only when the compute stream is done with it.
 
     Args:
-        device: Of the copies, a GPU.
+        device: Device of the copies, a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,23 +46,23 @@ class BatchCopies:
     @classmethod
     @functools.cache
     def to(cls, device: torch.device) -> BatchCopies:
-        """Return those of this process to a device, with one stream."""
+        """Return the copies of this process to a device, with one stream."""
         return cls(device)
 
     def begin_ahead(self, batch: Any) -> None:
-        """Copy the tensors in pinned memory of a batch whose turn comes later; `begin` takes these copies.
+        """Copy the pinned tensors of a batch whose turn comes later; `begin` uses these copies.
 
-        Copies of at most three batches are kept, the latest.
+        At most three batches of copies are kept, the latest ones.
         """
         copies = self._copied(_pinned(batch))
         if copies:
             self._ahead.append(copies)
 
     def begin(self, batch: Any) -> Any:
-        """Return a batch whose tensors in pinned memory are copied to the device; all else in it stays as it is.
+        """Return a batch whose pinned tensors are copied to the device; all other values stay the same.
 
-        Containers are new; only plain dicts, lists and tuples are looked into. What is read on the current stream from
-        now on is the copy. A tensor that was copied ahead, and that torch has not changed since, is not copied again.
+        Containers are new; only plain dicts, lists and tuples are searched. From now on, the current stream reads the
+        copy. A tensor that was copied ahead, and that torch has not changed since, is not copied again.
         """
         pinned = _pinned(batch)
         found = {id(tensor): copy for tensor in pinned if (copy := self._taken(tensor)) is not None}
@@ -74,7 +75,7 @@ class BatchCopies:
         return _replaced(batch, {key: each.copy for key, each in found.items()})
 
     def forget(self) -> None:
-        """Drop copies that nobody has taken. Local."""
+        """Drop copies that have not been used. Local."""
         self._ahead.clear()
 
     def _copied(self, tensors: list[Tensor]) -> dict[int, _Copy]:
@@ -123,12 +124,12 @@ def _walked(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def moves_itself(*owners: object) -> bool:
-    """Return whether a module or data module has a `transfer_batch_to_device` of its own."""
+    """Return whether a module or data module has its own `transfer_batch_to_device`."""
     return any(_has_own(owner, "transfer_batch_to_device") for owner in owners)
 
 
 def changes_first(*owners: object) -> bool:
-    """Return whether a module or data module has an `on_before_batch_transfer` of its own."""
+    """Return whether a module or data module has its own `on_before_batch_transfer`."""
     return any(_has_own(owner, "on_before_batch_transfer") for owner in owners)
 
 

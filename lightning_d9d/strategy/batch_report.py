@@ -1,10 +1,10 @@
-"""The report of a batch beside its loss and metrics, without a message of its own.
+"""The report of a batch, which is sent with its loss and metrics, without a separate message.
 
-[Note: rows of ranks] The sums of loss and metrics go over all ranks of a pipeline, and then over those with other
-tokens. Numbers of single ranks go along: a row for each rank, in which only that rank has written. Then everybody has
-all rows, and takes sums, means and extremes from them. Ranks of tensor parallelism, which compute the same loss, are
-not among those sums. Where there are some, a batch with such rows is summed over them, too, and only the first of them
-adds its loss. Behind the rows are numbers of which only the sum over all ranks is wanted.
+[Note: rows of ranks] Loss and metrics are summed over all ranks of a pipeline, and then over the ranks with other
+tokens. Numbers of single ranks are sent with them: there is a row for each rank, to which only that rank has written.
+Then every rank has all rows, and computes sums, means and extremes from them. Ranks of tensor parallelism, which
+compute the same loss, are not among those sums. If there are such ranks, a batch with rows is summed over them, too,
+and only the first of them adds its loss. After the rows are numbers of which only the sum over all ranks is needed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_d9d.mesh import Axis, MeshDomains
 
 
 class BatchReport:
-    """Carries numbers of each rank to all ranks, and adds up what batches weigh. Idle unless opened.
+    """Sends numbers of each rank to all ranks, and sums the weights of batches. It is idle unless opened.
 
     Args:
-        mesh: Of several ranks; None for one process.
-        device: Where numbers are summed.
+        mesh: Mesh of several ranks; None for one process.
+        device: Device on which numbers are summed.
     """
 
     def __init__(self, mesh: MeshDomains | None, device: torch.device) -> None:
@@ -47,24 +47,24 @@ class BatchReport:
         self._added: Tensor | None = None
 
     def open(self) -> None:
-        """Begin to watch a fit. Collective over all ranks."""
+        """Begin to report in a fit. Collective over all ranks."""
         self._is_open = True
         self.weight = self.rows = self.sums = self._ours = self._added = None
         if self._mesh is not None and self._mesh.sizes[Axis.TP] > 1:
             self._group = self._mesh.group(Axis.DP, Axis.CP, Axis.TP)
 
     def close(self) -> None:
-        """End to watch. Local."""
+        """Stop reporting. Local."""
         self._is_open = self.logs_every_norm = False
         self.norm_groups = {}
         self._ours = self._added = self._group = None
 
     def send(self, numbers: Sequence[float | Tensor], added: Tensor | None = None) -> None:
-        """Send numbers with the report of the next batch. All ranks send as many, with the same batch. Local.
+        """Send numbers with the report of the next batch. All ranks must send equally many, with the same batch. Local.
 
         Args:
-            numbers: A row, which all ranks get.
-            added: `[more]` float64 on the device; all ranks get the sum over ranks.
+            numbers: A row, which all ranks receive.
+            added: `[more]` float64 on the device; all ranks receive the sum over ranks.
         """
         rank, size = (0, 1) if self._mesh is None else (self._mesh.rank, self._mesh.config.world_size)
         rows = torch.zeros(size, len(numbers), dtype=torch.float64)
@@ -76,7 +76,7 @@ class BatchReport:
         self._added = self._ours.new_empty(0) if added is None else added
 
     def attach(self, sums: Tensor) -> Tensor:
-        """Return the message of a batch. [Note: rows of ranks]. Local.
+        """Return the message of a batch. See [Note: rows of ranks]. Local.
 
         Args:
             sums: `[values, 2]` float64 of this rank.
@@ -95,9 +95,9 @@ class BatchReport:
         """Return the sums of loss and metrics, `[values, 2]`, and keep the rest. Local.
 
         Args:
-            message: Summed over ranks.
-            num_values: The loss and the metrics.
-            weighs: Whether the weight of the loss, which comes first, is that of tokens, and no mean's.
+            message: Message summed over ranks.
+            num_values: Number of values for the loss and the metrics.
+            weighs: Whether the weight of the loss, which comes first, is a number of tokens instead of a mean's weight.
         """
         if self._ours is not None:
             values, rows, self.sums = message.flatten().tensor_split(

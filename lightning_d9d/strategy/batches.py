@@ -1,4 +1,4 @@
-"""Batches in microbatches: how a strategy splits what a `D9DModule` trains on or evaluates."""
+"""Splits the batches that a `D9DModule` trains on or evaluates into microbatches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class BatchSplitter:
     """Splits batches into microbatches of this rank's tokens.
 
     Args:
-        module: Prepares and splits batches by its hooks.
-        pipeline: This rank's place. Its schedule takes some numbers of microbatches only.
-        count: How many microbatches a batch makes.
-        pads_sequences: Whether sequences are padded to a length that the ranks can share.
+        module: Module whose hooks prepare and split batches.
+        pipeline: This rank's place in the pipeline. Its schedule may support only some numbers of microbatches.
+        count: Number of microbatches of a batch.
+        pads_sequences: Padding of sequences to a length that the ranks can share.
     """
 
     def __init__(self, module: D9DModule, pipeline: Pipeline, count: MicrobatchCount, *, pads_sequences: bool) -> None:
@@ -34,17 +34,17 @@ class BatchSplitter:
     ) -> SplitBatch:
         """Split a batch. Local.
 
-        Dummies, copies of the last microbatch, fill it up to the number that the ranks agreed on.
+        Dummies, copies of the last microbatch, fill the batch up to the number that the ranks agreed on.
 
         Args:
-            batch: What the dataloader gave this rank.
-            plan: What data ranks agreed on for it. A dummy batch makes dummies only.
-            check: Raise unless it divides exactly, as the first training batch must.
-            trains: Add dummies up to a number that the schedule takes.
+            batch: Batch of this rank's dataloader.
+            plan: The agreement of data ranks about it. A dummy batch makes only dummies.
+            check: Whether to raise unless it divides evenly, as the first training batch must.
+            trains: Whether to add dummies up to a number that the schedule supports.
 
         Raises:
-            ConfigError: The batch does not divide exactly, or makes more microbatches than the ranks agreed on.
-            ScheduleError: The schedule does not take that number of microbatches.
+            ConfigError: The batch does not divide evenly, or makes more microbatches than the ranks agreed on.
+            ScheduleError: The schedule does not support that number of microbatches.
         """
         microbatches = self._microbatches(self.module.prepare_batch(batch), check)
         microbatches = [
@@ -53,9 +53,9 @@ class BatchSplitter:
         num_counted = 0 if plan.is_dummy else len(microbatches)
         if 0 < plan.num_microbatches < num_counted:
             raise ConfigError(
-                f"a batch makes {num_counted} microbatches, but when it was read no rank's made more than "
-                f"{plan.num_microbatches}: leave its number of rows as it is in on_before_batch_transfer, "
-                "transfer_batch_to_device and on_after_batch_transfer"
+                f"a batch makes {num_counted} microbatches, but when it was read no rank had more than "
+                f"{plan.num_microbatches}. Do not change its number of rows in on_before_batch_transfer, "
+                "transfer_batch_to_device or on_after_batch_transfer"
             )
         wanted = max(num_counted, plan.num_microbatches, 1)
         if trains and (not check or wanted > num_counted):
@@ -64,7 +64,7 @@ class BatchSplitter:
         return SplitBatch(filled, [self.module.rows_of(each) for each in filled], wanted - num_counted)
 
     def num_microbatches(self, batch: Any) -> int:
-        """Return the number of microbatches that a batch makes, without dummies."""
+        """Return the number of microbatches of a batch, without dummies."""
         return len(self._microbatches(batch, check=False))
 
     def _microbatches(self, batch: Any, check: bool) -> list[Any]:

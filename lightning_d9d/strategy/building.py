@@ -1,4 +1,4 @@
-"""Builds a run for `D9DStrategy.setup`: the model on its ranks, what aligns loaders, what trains."""
+"""Builds a run for `D9DStrategy.setup`: the model on its ranks, the alignment of loaders, and the training."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ from lightning_d9d.sync.buckets import GradSyncConfig
 def check_run(
     settings: Mapping[str, object], defaults: Mapping[str, object], beside: Beside, plugin: Precision
 ) -> None:
-    """Refuse a configuration that cannot work, or a part of it that would do nothing. Collective over all ranks.
+    """Refuse a configuration that cannot work, or a part of it without effect. Collective over all ranks.
 
-    Callbacks that ask for it hear that loggers begin next.
+    Callbacks that implement the hook are notified that loggers begin next.
 
     Args:
         settings: The values of `D9DStrategy`'s arguments, by name.
-        defaults: The same of a strategy without any.
-        beside: What they are given with.
+        defaults: The default values of the arguments.
+        beside: The Trainer.
         plugin: The precision plugin.
 
     Raises:
-        ConfigError: The configuration cannot work, or a part of it would do nothing.
+        ConfigError: The configuration cannot work, or a part of it has no effect.
     """
     module, trainer = beside.module, beside.module.trainer
     check_degrees_of(module, beside.mesh)
@@ -82,17 +82,17 @@ def check_run(
 def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, is_staged: bool) -> None:
     """Refuse a loader without a batch on some rank. Collective over all ranks.
 
-    Lightning would warn and train on nothing, or leave an evaluation out on that rank while others wait at its end.
+    Lightning would warn and train on nothing, or skip an evaluation on that rank while others wait at its end.
 
     Args:
         loader: This rank's.
-        module: Attached to the Trainer that is going to read it.
+        module: Module attached to the Trainer that will read the loader.
         ranks: The ranks of the job.
         is_staged: Whether the module is a D9DModule.
 
     Raises:
-        ConfigError: The loader has no batch on some rank, which a D9DModule is to train on, or which others evaluate
-            on. Raised on every rank.
+        ConfigError: The loader has no batch on some rank, but a D9DModule would train on it, or other ranks evaluate on
+            it. Raised on every rank.
     """
     trainer = module.trainer
     trains, is_alone = bool(trainer.training), ranks.world_size == 1
@@ -105,13 +105,13 @@ def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, 
 def place_model(
     model: nn.Module, parallel: ParallelConfig, ranks: JobRanks, names: Callable[[], Mapping[nn.Parameter, str]]
 ) -> RankModel:
-    """Move a module to this rank's device, sharded if so configured, and make copies of it equal. Collective.
+    """Move a module to this rank's device, sharded if configured, and make its copies equal. Collective.
 
     Args:
         model: A D9DModule with its stages, or a plain module.
-        parallel: How its blocks are spread.
+        parallel: Distribution of its blocks.
         ranks: The ranks of the job.
-        names: Returns the names of its parameters.
+        names: Return the names of its parameters.
     """
     mesh = ranks.mesh_of_several
     if not isinstance(model, D9DModule):
@@ -133,9 +133,9 @@ def alignment(
     resumes: Callable[[], bool],
     copy_ahead: Callable[[Any], None] | None,
 ) -> Alignment:
-    """Decide how data ranks get the same number of batches. Collective over the data ranks of a D9DModule.
+    """Decide how all data ranks get the same number of batches. Collective over the data ranks of a D9DModule.
 
-    A plain module's loaders are read as they are, with the states that they had before Lightning read ahead.
+    A plain module's loaders are read unchanged, with the states that they had before Lightning read ahead.
 
     Args:
         ranks: The ranks of the job.
@@ -162,7 +162,7 @@ def alignment(
 def run_context_of(
     staging: Staging, ranks: JobRanks, settings: Mapping[str, object], parallel: ParallelConfig, precision: Precision
 ) -> RunContext:
-    """Return what a D9DModule is to know before it builds its stages. Local.
+    """Return the facts that a D9DModule needs before it builds its stages. Local.
 
     Args:
         staging: This rank's place in the pipeline.
@@ -185,7 +185,7 @@ def choose_for(
     auto: Auto,
     num_ranks: int,
 ) -> Choice:
-    """Choose a schedule for a D9DModule, as `auto.choose`, with the dtype that its weights are going to have.
+    """Choose a schedule for a D9DModule like `auto.choose`, with the future dtype of its weights.
 
     Collective over all ranks.
     """
@@ -195,12 +195,12 @@ def choose_for(
 
 
 def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any, num_tokens: int) -> str:
-    """Describe the mesh, and what this rank holds of model and gradients. Local.
+    """Describe the mesh, and this rank's part of the model and the gradients. Local.
 
     Args:
         mesh: The mesh of the run.
-        gradients: Of the parameters of this rank.
-        trainer: Says how many batches make a step.
+        gradients: Buckets of this rank's parameters.
+        trainer: Trainer that knows how many batches make a step.
         num_tokens: The tokens of a batch on this rank; 0 if it is unknown.
     """
     tied = [each.name for each in gradients.tied.values()]
@@ -209,14 +209,14 @@ def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any,
 
 
 def training_by_hand(grad_sync: GradSyncConfig, device: torch.device) -> Training:
-    """Return what leaves a plain module's steps to Lightning, where somebody calls them outside of a fit. Local."""
+    """Return the training of a plain module whose steps are left to Lightning, for calls outside of a fit. Local."""
     gradients = GradientSync([], {}, TiedParameters(), None, replace(grad_sync, dtype="auto"))
     return PlainTraining(gradients, OptimizerStep(device), 1, skips_nonfinite=False)
 
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """The parts that a fit is built from, besides its module and optimizers."""
+    """The parts from which a fit is built, besides its module and optimizers."""
 
     patches: Patches
     ranks: JobRanks
@@ -228,17 +228,17 @@ class TrainingParts:
     precision: Precision
     skips_nonfinite: bool
     torn: TornWeights | None
-    """Knows whether a step inside the backward has failed; None: steps come behind it."""
+    """Records whether a step inside the backward has failed; None if steps come after it."""
 
     def training(self, module: L.LightningModule, optimizers: Sequence[Optimizer]) -> Training:
-        """Build what trains a module. Local.
+        """Build the training of a module. Local.
 
         Args:
             module: A D9DModule or a plain one, attached to a Trainer.
             optimizers: The module's.
 
         Raises:
-            ConfigError: An optimizer cannot be stepped so.
+            ConfigError: An optimizer does not support this kind of step.
         """
         if self.skips_nonfinite and not module.automatic_optimization:
             raise ConfigError(
@@ -297,8 +297,8 @@ class TrainingParts:
             return None
         if self.torn is not None:
             raise ConfigError(
-                "ParallelConfig.expert_dispatch='peer' with step_in_backward=True: a batch whose tokens have no room "
-                "is computed again, with the same weights. Leave out one of them"
+                "ParallelConfig.expert_dispatch='peer' with step_in_backward=True: a batch whose tokens do not fit is "
+                "computed again, with the same weights. Leave out one of them"
             )
         return PeerBatches(module, self.ranks.device)
 

@@ -1,4 +1,4 @@
-"""Lightning's own checkpoint files: written in one step, and what is wrong with one is named."""
+"""Lightning's own checkpoint files: written in one step, with clear errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ UNREADABLE = (
 class AtomicFileIO(TorchCheckpointIO):
     """A `TorchCheckpointIO` whose files take their place in one step.
 
-    A file is written beside its place, flushed to the disk, and takes the place at the end. If the process ends or the
-    disk is full, what was there before stays whole: a file, a link or a checkpoint directory. On some file systems a
-    file cannot take a directory's place in one step; see `publish`. Lightning itself writes to the folder of temporary
-    files. If that is on another file system, the file is copied from there.
+    A file is written beside its final path, flushed to the disk, and renamed at the end. If the process ends or the
+    disk is full, the former content stays whole: a file, a link or a checkpoint directory. On some file systems a file
+    cannot replace a directory in one step; see `publish`. Lightning itself writes to the folder of temporary files. If
+    that is on another file system, the file is copied from there.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -75,21 +75,21 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def with_atomic_files(io: CheckpointIO) -> CheckpointIO:
-    """Return a plugin; if it wraps Lightning's own, that is replaced by `AtomicFileIO`."""
+    """Return a plugin; if it wraps Lightning's own, that one is replaced by `AtomicFileIO`."""
     if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:
         cast(Any, io).checkpoint_io = AtomicFileIO()
     return io
 
 
 def is_checkpoint(source: str | Path) -> bool:
-    """Return whether a checkpoint is there, a file or a directory. Those of Hugging Face do not count."""
+    """Return whether a checkpoint is there, a file or a directory. Checkpoints of Hugging Face do not count."""
     return "://" not in str(source) and (is_directory(source) or Path(source).is_file())
 
 
 def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
-    """Return `weights_only` for Lightning's loading: a file from http, too, runs code only if the user said so.
+    """Return `weights_only` for Lightning's loading: a file from http also runs code only if the user said so.
 
-    Lightning turns None into False there, and leaves it to torch, where it is True, for other files.
+    Otherwise Lightning changes None to False for http, and passes None to torch for other files, where it means True.
     """
     is_from_http = isinstance(path, str | Path) and str(path).startswith("http")  # as Lightning asks
     return True if weights_only is None and is_from_http else weights_only
@@ -98,7 +98,7 @@ def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
 def unreadable(path: str | Path, error: BaseException) -> StateError:
     """Return the error of a checkpoint file that cannot be read.
 
-    Its cause, which a traceback shows too, is made printable.
+    Its cause, which a traceback also shows, is made printable.
     """
     error.args = printable_arguments(error.args)
     if "://" not in str(path) and not os.path.lexists(path):
@@ -127,15 +127,15 @@ def unreadable(path: str | Path, error: BaseException) -> StateError:
 def read_checkpoint(
     read: Callable[[], dict[str, Any]], path: str | Path, weights_only: bool | None = True
 ) -> dict[str, Any]:
-    """Return the result of `read`.
+    """Read a checkpoint file, and return the result of `read`.
 
     Args:
-        read: Reads the file.
+        read: Function that reads the file.
         path: The file.
         weights_only: As for `check_file`.
 
     Raises:
-        StateError: The file is damaged, or none that Lightning wrote.
+        StateError: The file is damaged, or Lightning did not write it.
     """
     check_file(path, weights_only)
     try:
@@ -170,22 +170,22 @@ def read_value(path: Any, name: str) -> Any:
 
 
 def mapped(path: str | Path) -> Any:
-    """Return the content of a file, without running code; tensors are read only where used, and not held twice."""
+    """Return the content of a file, without running code; tensors are read only when used, and not held twice."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 def check_file(path: object, weights_only: bool | None = True) -> None:
-    """Look at a file before torch reads it; at nothing where it comes from a URL. Not collective.
+    """Check a file before torch reads it; files under URLs are not checked. Not collective.
 
-    Torch writes checksums into its files but does not compare them: flipped bits would become wrong weights. Nor does
-    it ask whether parts are compressed, or tensors are as long as they claim.
+    Torch writes checksums into its files but does not compare them: flipped bits would become wrong weights. It also
+    does not check whether parts are compressed, or whether tensors are as long as they claim.
 
     Args:
         path: The file, or a link to it.
-        weights_only: False lets the file run code, so that what it asks for is not looked at.
+        weights_only: If False, the file may run code, so the names that it imports are not checked.
 
     Raises:
-        StateError: The file is damaged, foreign, no regular file, or would join a process group.
+        StateError: The file is damaged, foreign, not a regular file, or would join a process group.
     """
     if not isinstance(path, str | Path) or "://" in str(path):
         return
@@ -212,7 +212,7 @@ def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bo
     """Load a checkpoint's weights. Collective.
 
     Raises:
-        StateError: The weights are another model's: names, shapes or tied parameters differ.
+        StateError: The weights belong to another model: names, shapes or tied parameters differ.
     """
     Ranks().together(
         f"checkpoint {str(path)!r} cannot be loaded", lambda: check_tied_parameters(tied_names(module), state)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what is saved and loaded, and the place in the data that goes with it."""
+"""The checkpoints of a run: their saving and loading, with the place in the data."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Checkpoints:
     """Saves and loads whole checkpoints.
 
     Args:
-        config: Whether they go on in the background.
+        config: Saves, which may run in the background.
         ranks: The ranks of the job.
-        may_tear: Whether weights may be torn, when a step inside the backward fails.
+        may_tear: Records whether weights may be torn, when a step inside the backward fails.
     """
 
     def __init__(self, config: CheckpointConfig, ranks: JobRanks, *, may_tear: bool = False) -> None:
@@ -49,18 +49,18 @@ class Checkpoints:
         io: CheckpointIO,
         trainer: Any,
     ) -> None:
-        """Save what Lightning has put together, a file or a directory. Collective.
+        """Save the checkpoint that Lightning has assembled, as a file or a directory. Collective.
 
-        Inside of an accumulation window it is put together and saved once more at its end, and not now: gradients are
-        not saved.
+        Inside of an accumulation window it is not saved now, but assembled again and saved at the window's end:
+        gradients are not saved.
 
         Args:
-            checkpoint: Lightning's; it is changed.
-            path: Where, on the first rank.
-            storage_options: For the plugin that writes a file.
+            checkpoint: Lightning's checkpoint; it is changed.
+            path: Path, on the first rank.
+            storage_options: Options for the plugin that writes a file.
             state: The module and its optimizers.
-            io: Writes a file.
-            trainer: The Trainer of a fit; None for others, from whose checkpoints no fit goes on.
+            io: Function that writes a file.
+            trainer: The Trainer of a fit; None for other runs, whose checkpoints cannot be resumed.
 
         Raises:
             StateError: The checkpoint could not be written, or the weights are torn; on every rank.
@@ -92,21 +92,21 @@ class Checkpoints:
         *,
         fits: bool,
     ) -> dict[str, Any]:
-        """Read a file, or open a directory and read the weights to their places. Collective.
+        """Read a file, or open a directory and read the weights into their tensors. Collective.
 
         Args:
-            path: A checkpoint of either kind.
+            path: Path of a checkpoint of either kind.
             weights_only: For files: False lets them run code. Directories never do.
-            io: Reads a file.
-            module: Gets a directory's weights; None: a file is read for its own sake.
-            prepare: Called with the checkpoint and the names of its weights, before these are read.
-            fits: Whether a fit goes on from it.
+            io: Function that reads a file.
+            module: Module that receives a directory's weights; None only reads a file.
+            prepare: Called with the checkpoint and the names of its weights, before the weights are read.
+            fits: Whether a fit resumes from it.
 
         Returns:
-            What Lightning gets.
+            The checkpoint for Lightning.
 
         Raises:
-            StateError: The checkpoint is damaged, incomplete or foreign; on every rank.
+            StateError: The checkpoint is damaged, incomplete or foreign; raised on every rank.
         """
         self.saves.wait()
         self.saves.last = Saved(str(path), None)
@@ -131,5 +131,5 @@ class Checkpoints:
 
 
 def seed_of(module: L.LightningModule) -> int | None:
-    """Return the seed from which the weights follow that a module begins with; None if others may. Local."""
+    """Return the seed that determines a module's initial weights; None if they may come from elsewhere. Local."""
     return module.seed_of_weights if isinstance(module, D9DModule) else None

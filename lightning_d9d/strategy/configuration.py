@@ -1,4 +1,4 @@
-"""Checks of the configuration before anything is built: degrees, and that ranks agree."""
+"""Checks the configuration before anything is built: degrees, and agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -42,41 +42,40 @@ def check_classes(**settings: tuple[object, type]) -> None:
     """Raise `ConfigError` for an argument of `D9DStrategy` that is not an object of its class, such as a dict.
 
     Args:
-        settings: By the name of the argument, what was given and the class.
+        settings: The given value and the class, by the name of the argument.
     """
     for name, (given, expected) in settings.items():
         if not isinstance(given, expected):
             raise ConfigError(
-                f"D9DStrategy({name}={given!r}): it is of the type {type(given).__name__}, but {name} takes "
+                f"D9DStrategy({name}={given!r}): it is of the type {type(given).__name__}, but {name} needs "
                 f"{expected.__name__}(...); import that from lightning_d9d, or leave {name} out"
             )
 
 
 def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
-    """Raise `ConfigError` for a degree that the module has no use for."""
+    """Raise `ConfigError` for a degree that the module cannot use."""
     is_d9d = isinstance(module, D9DModule)
     for name in _OF_D9D_MODULES:
         degree = getattr(config, name)
         if degree != 1 and not is_d9d:
             raise ConfigError(
-                f"MeshConfig.{name}={degree}: {type(module).__name__} is a plain LightningModule, which has no stages "
-                "and tells nobody where its batches have sequences; make it a D9DModule, or give these ranks to "
-                "data_parallel_replicate"
+                f"MeshConfig.{name}={degree}: {type(module).__name__} is a plain LightningModule, which has neither "
+                "stages nor sequence_dims. Make it a D9DModule, or give these ranks to data_parallel_replicate"
             )
     for name in _OF_SEQUENCES:
         degree = getattr(config, name)
         if degree != 1 and is_d9d and not cast(D9DModule, module).sequence_dims:
             raise ConfigError(
-                f"MeshConfig.{name}={degree}: {type(module).__name__}.sequence_dims is empty, so nobody knows where "
-                'its batches have sequences to share; set it, such as to {"input_ids": 1, "labels": 1}'
+                f"MeshConfig.{name}={degree}: {type(module).__name__}.sequence_dims is empty, so the dim of tokens in "
+                'its batches is unknown; set it, such as to {"input_ids": 1, "labels": 1}'
             )
 
 
 def check_before_joining(trainer: L.Trainer, config: MeshConfig, world_size: int) -> None:
-    """Refuse what can be refused before anyone waits for the others. Local.
+    """Refuse mistakes that can be found before ranks wait for each other. Local.
 
     Raises:
-        ConfigError: The degrees are of another number of ranks, or a callback is for one rank.
+        ConfigError: The degrees do not fit the number of ranks, or a callback supports only one rank.
     """
     config.resolve(world_size)
     if (warning := env.untested()) is not None:
@@ -84,21 +83,21 @@ def check_before_joining(trainer: L.Trainer, config: MeshConfig, world_size: int
     callbacks: Iterable[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
         raise ConfigError(
-            f"the batch size cannot be tuned on {world_size} ranks, as one of them may run out of memory alone; tune "
-            "it on one"
+            f"the batch size cannot be tuned on {world_size} ranks, because one of them may run out of memory alone; "
+            "tune it on one rank"
         )
 
 
 def check_module(module: L.LightningModule, pipeline: Pipeline | None, count: MicrobatchCount) -> None:
-    """See that a module can run as it is configured. Collective over the pipeline.
+    """Check that a module can run with its configuration. Collective over the pipeline.
 
     Args:
-        module: With its stages built.
-        pipeline: This rank's place.
-        count: How many microbatches a batch makes.
+        module: Module with its stages built.
+        pipeline: This rank's place in the pipeline.
+        count: Number of microbatches of a batch.
 
     Raises:
-        ConfigError: The module cannot run as it is configured.
+        ConfigError: The module cannot run with its configuration.
     """
     if isinstance(module, D9DModule):
         module.check_overrides()
@@ -123,30 +122,32 @@ def check_callbacks(callbacks: Iterable[L.Callback], config: MeshConfig) -> None
     for callback in callbacks:
         if spread and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
-                f"the callback {type(callback).__name__} makes a deep copy of the module, but with MeshConfig("
-                f"{', '.join(spread)}) each rank has a part of it, which cannot be copied; take "
+                f"the callback {type(callback).__name__} makes a deep copy of the module, but with "
+                f"MeshConfig({', '.join(spread)}) each rank has a part of it, which cannot be copied. Use "
                 "lightning_d9d.callbacks.WeightAverages, or train with data_parallel_replicate alone"
             )
 
 
 def check_saving_callbacks(callbacks: Iterable[L.Callback]) -> None:
-    """Raise `ConfigError` for what goes wrong where checkpoints are there only some time after they were saved."""
+    """Raise `ConfigError` for callbacks that fail if checkpoints appear only some time after they are saved."""
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if any(saver.save_last == "link" for saver in savers):
         raise ConfigError(
-            "ModelCheckpoint(save_last='link') with CheckpointConfig(asynchronous=True) would link to checkpoints that "
-            "are not complete yet; use save_last=True, which training does not wait for either"
+            "ModelCheckpoint(save_last='link') with CheckpointConfig(asynchronous=True) would link to checkpoints "
+            "that are not complete yet. Set save_last=True, for which training does not wait either"
         )
 
 
 def check_equal_configuration(settings: Mapping[str, object], trainer: L.Trainer) -> None:
-    """Compare over all ranks what would otherwise show as a hang or as wrong numbers. Collective.
+    """Compare settings over all ranks whose differences would show as a hang or as wrong numbers. Collective.
 
     Raises:
-        ConfigError: On every rank, with the first setting that differs.
+        ConfigError: Raised on every rank, with the first setting that differs.
     """
     lines = [f"{name}={value}" for name, value in settings.items()]
     lines += [f"Trainer.{name}={getattr(trainer, name)}" for name in _TRAINER_SETTINGS]
     lines += [f"{package.__name__} {package.__version__}" for package in (torch, L)]
     if difference := first_difference(lines):
-        raise ConfigError(f"ranks were started with different configurations: {difference}; start all of them alike")
+        raise ConfigError(
+            f"ranks were started with different configurations: {difference}; start all of them with the same one"
+        )

@@ -1,4 +1,4 @@
-"""The contract between a strategy and a `D9DModule`: what the module knows of the run that builds its stages."""
+"""The contract between a strategy and a `D9DModule`: the module's facts about the run that builds its stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_d9d.strategy.pipeline import Pipeline
 
 
 class Evaluation(Protocol):
-    """Runs batches forwards only on any mesh, as `eval_step.EvalStep` does."""
+    """Runs batches forwards only on any mesh, like `eval_step.EvalStep`."""
 
     def evaluate(self, batch: Any, prefix: str) -> dict[str, Tensor]:
         """Run a batch and log its loss and metrics."""
@@ -26,38 +26,38 @@ class Evaluation(Protocol):
 
 
 class StageMemory(Protocol):
-    """Knows the memory that a fit takes, as `setup_memory.SetupMemory` does."""
+    """Checks the memory that a fit needs, like `setup_memory.SetupMemory`."""
 
     def check(self, module: Any, stages: Sequence[nn.Module]) -> None:
         """Refuse the stages of a module, on the meta device, if a fit cannot hold them. Collective."""
         ...
 
     def note(self, error: BaseException) -> None:
-        """Add to an error that memory ran out what takes less. Local."""
+        """Add advice to an error that memory ran out: settings that take less. Local."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Says where a module's stages are and how they are spread. `D9DStrategy` sets it before `configure_model`.
+    """Describes where a module's stages are and how they are spread. `D9DStrategy` sets it before `configure_model`.
 
-    Under Lightning's own strategies, and without a Trainer, a module has the one of `RunContext.stock`.
+    Under Lightning's own strategies, and without a Trainer, a module uses `RunContext.stock`.
     """
 
     pipeline: Pipeline
     """This rank's place in the pipeline, its mesh and its part of the sequences."""
     device: torch.device
-    """Where stages get their storage."""
+    """The device on which stages get their storage."""
     parallel: ParallelConfig = ParallelConfig()
     """The configuration in effect, with the dtypes that follow from precision and gradient sync."""
     seed: int | None = None
-    """The seed of the job, equal on all ranks. None: torch's initial seed."""
+    """The seed of the job, equal on all ranks. None means torch's initial seed."""
     loads_pretrained: bool = False
-    """True if the strategy calls `load_pretrained_once`. It knows whether a checkpoint is going to be loaded."""
+    """True if the strategy calls `load_pretrained_once`. The strategy knows whether a checkpoint will be loaded."""
     is_stock: bool = False
-    """True for one of Lightning's own strategies. They run whole stages as they are."""
+    """True for one of Lightning's own strategies. They run whole, unchanged stages."""
     memory: StageMemory | None = None
-    """Says whether a fit can hold the stages."""
+    """Checks whether the stages fit into memory."""
 
     @classmethod
     def of(
@@ -68,7 +68,10 @@ class RunContext:
         seed: int,
         memory: StageMemory,
     ) -> RunContext:
-        """Return the context that `D9DStrategy` gives a module. It says itself when to load pretrained weights."""
+        """Return the context that `D9DStrategy` gives a module.
+
+        The strategy itself decides when to load pretrained weights.
+        """
         return cls(
             pipeline=pipeline,
             device=device,
@@ -80,16 +83,16 @@ class RunContext:
 
     @property
     def seed_of_job(self) -> int:
-        """The seed that initial weights follow from."""
+        """The seed that determines initial weights."""
         return torch.initial_seed() if self.seed is None else self.seed
 
     def check_memory(self, module: Any, stages: Sequence[nn.Module]) -> None:
-        """Refuse stages on the meta device if a fit cannot hold them. Collective where the strategy asks for it."""
+        """Refuse stages on the meta device if a fit cannot hold them. Collective if the strategy requires it."""
         if self.memory is not None:
             self.memory.check(module, stages)
 
     def note(self, error: BaseException) -> None:
-        """Add to an error that memory ran out before training what takes less. Local."""
+        """Add advice to an error that memory ran out before training: settings that take less. Local."""
         if self.memory is not None:
             self.memory.note(error)
 
@@ -99,5 +102,5 @@ class RunContext:
         return cls(pipeline=Pipeline.alone(device), device=device, is_stock=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunContext:
-        """Return this object: copies of a module share it, as process groups cannot be copied."""
+        """Return this object: copies of a module share it, because process groups cannot be copied."""
         return self

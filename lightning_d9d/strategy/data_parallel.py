@@ -1,4 +1,4 @@
-"""Which gradients are summed over which ranks, and when they are complete."""
+"""Assigns gradients to the ranks over which they are summed, and tracks when they are complete."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from lightning_d9d.waits import waiting
 
 
 class DataParallelStages:
-    """Tells gradient buckets and fully sharded stages what the executor says of stages. Made by `build`.
+    """Passes events of stages from the executor to gradient buckets and fully sharded stages. `build` makes it.
 
     Args:
-        buckets: Of this rank's replicated parameters; None where nothing is reduced or accumulated in any.
+        buckets: Buckets of this rank's replicated parameters; None if nothing is reduced or accumulated in any.
         groups_of_stage: For each stage the indices of the bucket groups that have its parameters.
         sharded: Stages with fully sharded parameters.
         afterwards: Fully sharded parameters, by the ranks over which their reduced gradients are still to be summed.
-            Those are ranks of tensor parallelism, and those of the pipeline that have the parameters, too. All of these
-            have the same in this order.
-        whole: Looks at the first gradients that are summed; None where ranks share no tokens.
-        complete: Hears of complete gradients outside of buckets; None: nobody waits for any.
+            These are ranks of tensor parallelism, and pipeline ranks that have the parameters, too. All of them must
+            have the same parameters in this order.
+        whole: Checks the first gradients that are summed; None if ranks share no tokens.
+        complete: Notified of complete gradients outside of buckets; None if nothing waits for them.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class DataParallelStages:
         sharded: Mapping[int, FullySharded],
         in_backward: StepInBackward | None = None,
     ) -> DataParallelStages:
-        """Build it for what a rank trains. Collective over the ranks that hold the same stages.
+        """Build it for the trained parameters of a rank. Collective over the ranks that hold the same stages.
 
         Args:
-            trained: This rank's parameters that get gradients, but for those that a plain module sums itself.
-            stages: By index; none for a plain module.
+            trained: This rank's parameters that get gradients, except those that a plain module sums itself.
+            stages: Stages by index; none for a plain module.
             tied: Parameters that other ranks of the pipeline have, too.
-            mesh: None for one process.
+            mesh: Mesh of several ranks; None for one process.
             grad_sync: Dtype and size of buckets, and when fully sharded gradients are reduced.
-            at_least: What narrower dtypes are promoted to in buckets; None: they are not.
+            at_least: Dtype to which narrower dtypes are promoted in buckets; None does not promote.
             accumulates: Whether several backwards add up to a step.
             sharded: Stages with fully sharded parameters.
-            in_backward: Takes parameters whose gradients are complete; None: nobody does.
+            in_backward: Receives parameters whose gradients are complete; None if nothing does.
         """
         units = {parameter for stage in stages.values() for parameter in fully_sharded(stage)}
         in_buckets = [parameter for parameter in trained if parameter not in units]
@@ -131,14 +131,14 @@ class DataParallelStages:
 
     @property
     def has_work(self) -> bool:
-        """True if anything is gathered, reduced or accumulated, or anybody waits for gradients."""
+        """True if anything is gathered, reduced or accumulated, or complete gradients are awaited."""
         return self.buckets is not None or len(self.sharded) > 0 or self._complete is not None
 
     def begin(self, *, is_first: bool, reduces: bool, splits_backward: bool) -> None:
         """Begin a batch.
 
         Args:
-            is_first: Of a window: what an earlier one left is forgotten.
+            is_first: Whether it is the first of a window: gradients of an earlier window are then forgotten.
             reduces: Whether gradients are summed over ranks in it.
             splits_backward: Whether its backwards come in two halves.
         """
@@ -149,7 +149,7 @@ class DataParallelStages:
             stage.begin(is_first=is_first, reduces=reduces, splits_backward=splits_backward)
 
     def unshard(self, stage: int) -> None:
-        """Gather what is fully sharded."""
+        """Gather fully sharded parameters."""
         if stage in self.sharded:
             self.sharded[stage].unshard()
 
@@ -159,7 +159,7 @@ class DataParallelStages:
             self.sharded[stage].reshard()
 
     def last_backward(self, stage: int) -> None:
-        """Buckets and units may leave while it runs."""
+        """Allow buckets and units to be sent while it runs."""
         if self._complete is not None and self._reduces:
             self._complete.last_backward(stage)
         if self.buckets is not None and self._reduces:
@@ -169,7 +169,7 @@ class DataParallelStages:
             self.sharded[stage].last_backward()
 
     def reduce(self, stage: int) -> None:
-        """Send the rest."""
+        """Send the remaining gradients."""
         if self.buckets is not None and self._reduces:
             for group in self.groups_of_stage[stage]:
                 self.buckets.complete(group)
@@ -193,29 +193,29 @@ class DataParallelStages:
             self._complete.steps.end_backward()
 
     def check_whole(self) -> None:
-        """Look, after the first window, at what was summed. Collective over the tensor axis.
+        """Check, after the first window, the gradients that were summed. Collective over the tensor axis.
 
         Raises:
-            ConfigError: A gradient was summed once too often. See `WholeGradients`.
+            ConfigError: A gradient was summed although it was already whole. See `WholeGradients`.
         """
         if self._whole is not None:
             self._whole.check()
 
     def forget_whole(self) -> None:
-        """Look at no more gradients."""
+        """Stop checking gradients."""
         self._whole = None
         if self.buckets is not None:
             self.buckets.before_sum = None
 
     def remove(self) -> None:
-        """Take all hooks off the parameters."""
+        """Remove all hooks from the parameters."""
         if self.buckets is not None:
             self.buckets.remove()
         if self._complete is not None:
             self._complete.remove()
 
     def drop(self) -> None:
-        """Forget a batch that was broken off."""
+        """Forget an interrupted batch."""
         for stage in self.sharded.values():
             stage.drop()
 
@@ -226,12 +226,12 @@ def complete_gradients(
     units: Collection[nn.Parameter],
     steps: StepInBackward,
 ) -> CompleteGradients:
-    """Listen to parameters whose gradients are summed in no bucket and not behind the backward.
+    """Watch parameters whose gradients are summed neither in a bucket nor after the backward.
 
     Args:
-        parameters: In any order. Those that several stages of this rank have are left out.
+        parameters: Parameters, in any order. Parameters of several stages of this rank are left out.
         stages: By index.
-        units: Those that FSDP2 reduces.
+        units: Parameters that FSDP2 reduces.
         steps: Takes them.
     """
     stages_of = _stages_of(stages)
@@ -252,7 +252,10 @@ def _stages_of(stages: Mapping[int, nn.Module]) -> dict[nn.Parameter, list[int]]
 
 
 def _sum_together(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over ranks in place, in one message for each dtype. Collective: all ranks have the same ones."""
+    """Sum gradients over ranks in place, in one message for each dtype.
+
+    Collective: all ranks must have the same gradients.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_dtype[gradient.dtype].append(gradient)
@@ -273,15 +276,15 @@ def bucket_groups_of(
 ) -> tuple[list[BucketGroup], dict[int, list[int]]]:
     """Return the bucket groups for `GradientBuckets`, and for each stage the indices of its groups.
 
-    Tied parameters come first, so that they leave last: their sum waits for the rank that is done last. They are in the
-    order of their names, as their holders' modules may have them in others. Then those of no stage or of several; what
-    a stage has alone is complete when the stage is.
+    Tied parameters come first, so that they are sent last: their sum waits for the rank that finishes last. They are
+    sorted by name, because the modules of different ranks may have different orders. Then come parameters of no stage
+    or of several; those of a single stage are complete when the stage is.
 
     Args:
-        trained: All of this rank's, but for fully sharded ones.
+        trained: All parameters of this rank, except fully sharded ones.
         stages: By index.
-        tied: Those that other ranks of the pipeline have, too.
-        group_of: Over which each other one is summed.
+        tied: Parameters that other pipeline ranks have, too.
+        group_of: Ranks over which all other parameters are summed.
     """
     stages_of = _stages_of(stages)
     by_holders: dict[tuple[int, ...], BucketGroup] = {}

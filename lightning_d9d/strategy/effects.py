@@ -1,4 +1,4 @@
-"""Settings that act only beside something else: without it they are refused, not ignored."""
+"""Settings that need another setting: without it they are refused instead of ignored."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightning_d9d.strategy.module import D9DModule
 
 
 class Beside(NamedTuple):
-    """The other settings beside a setting."""
+    """The other settings of a run."""
 
     module: L.LightningModule
     mesh: MeshConfig
-    """The mesh as it was given: a degree may be -1."""
+    """The mesh as configured: a degree may be -1."""
     degrees: MeshConfig
-    """The same for the ranks that there are."""
+    """The mesh with degrees for the actual number of ranks."""
     parallel: ParallelConfig
 
     @property
     def shards_data(self) -> bool:
-        """True where an axis shards weights. A degree of -1 says so for any number of ranks, one included."""
+        """True if an axis shards weights. A degree of -1 means this for any number of ranks, including one."""
         degrees = self.degrees.data_parallel_shard * self.degrees.context_parallel_shard
         return degrees > 1 or self.mesh.data_parallel_shard == -1
 
     @property
     def is_d9d(self) -> bool:
-        """True where the module is a `D9DModule`."""
+        """True if the module is a `D9DModule`."""
         return isinstance(self.module, D9DModule)
 
 
@@ -125,16 +125,16 @@ NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "D9DStrategy.step_in_backward": _d9d_module,
     "D9DStrategy.replicate_sync": _replicas,
 }
-"""For each setting that needs something else what is missing, with the remedy; None where nothing is."""
+"""For each such setting a function that returns what is missing, with the remedy; None if nothing is."""
 
 
 def check_effects(settings: Mapping[str, object], defaults: Mapping[str, object], beside: Beside) -> None:
-    """Raise `ConfigError` for a setting that would do nothing.
+    """Raise `ConfigError` for a setting without effect.
 
     Args:
         settings: Values of `D9DStrategy`'s arguments, by name.
-        defaults: The same of a strategy without any. What is equal to a default is not refused.
-        beside: What they are given with.
+        defaults: The default values of the arguments. Values that equal a default are not refused.
+        beside: The other settings of the run.
     """
     given, by_default = _by_field(settings, defaults), _by_field(defaults, defaults)
     for name, missing_beside in NEEDS.items():

@@ -10,7 +10,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.pipeline.host_copy import HostCopy
 
 MAX_IN_A_ROW = 10
-"""Windows in which nothing counts, after which a run ends."""
+"""Number of consecutive windows in which nothing counts, after which a run ends."""
 
 CAUSE = "microbatch_loss gave the weight 0 for all of it; where labels are the weight, all of them are ignored (-100)"
 _WARNINGS = (
@@ -21,12 +21,12 @@ _WARNINGS = (
 
 
 class EmptyBatches:
-    """Counts batches, windows and epochs with a total weight of 0, and says each kind once.
+    """Counts batches, windows and epochs with a total weight of 0, and reports each kind once.
 
-    Counts are kept on the device and reach the host late, so that it waits for nothing.
+    Counts are kept on the device and read late, so that the host does not wait.
 
     Args:
-        device: Where the weights are.
+        device: Device of the weights.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,20 +39,20 @@ class EmptyBatches:
 
     @property
     def num_batches(self) -> int:
-        """The number of batches in which nothing counted. Reads the device."""
+        """The number of batches in which nothing counted. It reads the device."""
         return int(self._counts[0])
 
     def add_batch(self, weight: Tensor) -> None:
-        """Count a batch with this weight of all ranks."""
+        """Add a batch with this weight over all ranks."""
         is_empty = weight == 0
         self._counts[0] += is_empty
         self._epoch_is_empty = is_empty if self._epoch_is_empty is None else self._epoch_is_empty & is_empty
 
     def add_window(self, weight: Tensor) -> None:
-        """Count a window with this weight of all batches and ranks, which are the same on every rank.
+        """Add a window with this weight over all batches and ranks, the same on every rank.
 
         Raises:
-            ConfigError: Too many windows in a row had nothing that counts; on an accelerator some windows late.
+            ConfigError: Too many consecutive windows counted nothing; on an accelerator raised some windows late.
         """
         is_empty = weight == 0
         self._counts[1] += is_empty
@@ -63,16 +63,16 @@ class EmptyBatches:
             self._tell(counts)
 
     def end_epoch(self) -> None:
-        """Count the epoch whose batches were added, if there were some."""
+        """Report the epoch of the added batches, if there were any."""
         if self._epoch_is_empty is not None:
             self._counts[2] += self._epoch_is_empty
             self._epoch_is_empty = None
 
     def finish(self) -> None:
-        """Say at the end of a fit what is not said yet. Reads the device.
+        """Report the remaining facts at the end of a fit. It reads the device.
 
         Raises:
-            ConfigError: Too many windows in a row had nothing that counts.
+            ConfigError: Too many consecutive windows counted nothing.
         """
         self.end_epoch()
         self._tell(self._counts)
@@ -85,6 +85,6 @@ class EmptyBatches:
         self._num_said = numbers
         if in_a_row >= MAX_IN_A_ROW:
             raise ConfigError(
-                f"{MAX_IN_A_ROW} optimizer steps in a row had nothing that counts: {CAUSE}. Look at what the data and "
-                "its collate_fn make of labels: a mask of the whole text, or a prompt that fills every row"
+                f"{MAX_IN_A_ROW} consecutive optimizer steps counted nothing: {CAUSE}. Check how the data and its "
+                "collate_fn make labels: the whole text may be masked, or a prompt may fill every row"
             )

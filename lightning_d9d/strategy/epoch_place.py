@@ -1,4 +1,4 @@
-"""Going on in the middle of an epoch: what each rank adds to a checkpoint of its place in the data."""
+"""Resuming in the middle of an epoch: each rank adds its place in the data to a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.ranks import JobRanks
 
 RANKS = "lightning_d9d_ranks"
-"""Under which name a checkpoint has what each rank adds to it, in the order of ranks."""
+"""The name under which a checkpoint stores the additions of each rank, in the order of ranks."""
 
 
 class EpochPlace:
-    """This rank's place in the training data: saved, loaded, and taken again.
+    """This rank's place in the training data, which is saved, loaded and restored.
 
     Args:
         ranks: The ranks of the job.
@@ -57,13 +57,13 @@ class EpochPlace:
     # Loaders
 
     def prepare(self, loader: object, fit_loop: Any, *, trains: bool, is_staged: bool) -> None:
-        """Let a loader go on in the middle of an epoch, if it has no way of its own.
+        """Make a loader resumable in the middle of an epoch, if it has no way of its own.
 
-        Ranks that read the same samples read them in the same order, and get the same random numbers in worker
+        Ranks that read the same samples then read them in the same order, and have equal random numbers in worker
         processes.
 
         Args:
-            loader: This rank's, which is changed until `release`.
+            loader: This rank's loader, which is changed until `release`.
             fit_loop: The loop that reads it.
             trains: Whether it is for training.
             is_staged: Whether the module is a D9DModule.
@@ -85,10 +85,10 @@ class EpochPlace:
             self._undo.append(make_replayed(resumable, lambda: _num_read_of(fit_loop, resumable), rank))
 
     def release(self, fit_loop: Any) -> None:
-        """Give loaders back as they were; what is saved from now on has the place where they are. Local.
+        """Restore the loaders; later saves contain their present place. Local.
 
         Args:
-            fit_loop: The loop that has read them; None if there is none.
+            fit_loop: The loop that read them; None if there is none.
         """
         self._resumed = None
         if self._states is None and fit_loop is not None:
@@ -99,11 +99,11 @@ class EpochPlace:
     # Saving
 
     def gather(self, fit_loop: Any, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """Return what all ranks add to a checkpoint, on the first; None on others. Collective.
+        """Return the additions of all ranks to a checkpoint, on the first rank; None on others. Collective.
 
         Args:
             fit_loop: The loop that trains.
-            checkpoint: Lightning's; loaders with a state of their own stay in it for other strategies.
+            checkpoint: Lightning's checkpoint; loaders with their own state stay in it for other strategies.
         """
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         loaders = self._states or _loader_states(fit_loop._combined_loader)
@@ -122,7 +122,7 @@ class EpochPlace:
     # Loading
 
     def take(self, checkpoint: dict[str, Any], path: object) -> None:
-        """Take this rank's part out of a checkpoint that a fit goes on from. Local."""
+        """Take this rank's part from a checkpoint from which a fit resumes. Local."""
         of_ranks = checkpoint.pop(RANKS, None)
         if of_ranks is not None:
             self._path = str(path)
@@ -130,27 +130,28 @@ class EpochPlace:
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # each rank has its own
 
     def is_to_be_resumed(self) -> bool:
-        """Return whether a place was loaded to which `resume` has not gone yet."""
+        """Return whether a place was loaded that `resume` has not restored yet."""
         return self._resumed is not None
 
     def resume(self, fit_loop: Any, *, is_staged: bool, global_step: int, say: Callable[[str], None]) -> None:
-        """Go on with the random numbers and in the place in the epoch of a checkpoint that was loaded.
+        """Restore the random numbers and the place in the epoch from a loaded checkpoint.
 
         Lightning gives loaders their state before the first epoch, but samplers their epoch only afterwards. By then
-        worker processes have read the first batches. Where a module reads `estimated_stepping_batches`, loaders get no
-        state at all (Lightning's issue 20550). So loaders begin once more here.
+        worker processes have read the first batches. If a module reads `estimated_stepping_batches`, loaders get no
+        state at all (Lightning's issue 20550). So the loaders are restarted here.
 
-        Without a checkpoint a D9DModule's ranks begin with numbers of their own, for dropout; copies of one activation
-        with equal ones. Plain modules keep what `seed_everything` gave them, as under DDP.
+        Without a checkpoint, the ranks of a D9DModule begin with different random numbers, for dropout; ranks with
+        copies of one activation begin with equal ones. Plain modules keep the numbers of `seed_everything`, as under
+        DDP.
 
         Args:
             fit_loop: The loop that is about to train.
             is_staged: Whether the module is a D9DModule.
-            global_step: Optimizer steps that were done.
-            say: Says something to the user.
+            global_step: Number of completed optimizer steps.
+            say: Logs a message to the user.
 
         Raises:
-            StateError: The checkpoint is of other loaders, or they cannot go on with so many data ranks.
+            StateError: The checkpoint belongs to other loaders, or they cannot resume with this number of data ranks.
         """
         resumed, self._resumed = self._resumed, None
         has_random_state = resumed is not None and resumed["random"] is not None
@@ -182,7 +183,7 @@ class EpochPlace:
             set_random_state(resumed["random"], self._ranks.device)
 
     def _load_states(self, fit_loop: Any, resumed: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Give loaders their states, and Lightning's loop the place where they are in the epoch."""
+        """Load the states of loaders, and set the place in the epoch of Lightning's loop."""
         loader: CombinedLoader = fit_loop._combined_loader
         states, path = resumed["loaders"], self._path
         num_read, saved = _num_read(fit_loop), resumed["num_data_ranks"]
@@ -191,15 +192,17 @@ class EpochPlace:
             if not all(map(is_place_of_sampler, states)):
                 raise StateError(
                     f"checkpoint {path!r} was saved in the middle of an epoch by {saved} data-parallel ranks. A "
-                    "dataloader has a state of its own, which only as many can take up. Go on with as many, or save at "
-                    "the end of an epoch"
+                    "dataloader has its own state, which can be restored only with as many ranks. Resume with as "
+                    "many, or save at the end of an epoch"
                 )
         try:
             loader._load_state_dicts(states)
         except StateError as error:
             raise StateError(f"checkpoint {path!r}: {error}") from error
         except RuntimeError as error:
-            raise StateError(f"checkpoint {path!r} is of a run with other training dataloaders: {error}") from error
+            raise StateError(
+                f"checkpoint {path!r} belongs to a run with other training dataloaders: {error}"
+            ) from error
         if num_read == 0:
             for each, state in zip(loader.flattened, states, strict=False):  # no states: saved before training began
                 if not is_place_of_sampler(state) and (_stopped_early(fit_loop, each) or _is_at_end(fit_loop, state)):
@@ -210,8 +213,8 @@ class EpochPlace:
         places = {place for each in loader.flattened if (place := resumes_at(each)) is not None}
         if len(places) > 1:
             raise StateError(
-                f"checkpoint {path!r}: dataloaders of a run with other data ranks or batches would be at batches "
-                f"{sorted(places)} of the epoch at a time. Go on with as many as before, or save at the end of an epoch"
+                f"checkpoint {path!r}: dataloaders of a run with other data ranks or batches would be at different "
+                f"batches of the epoch: {sorted(places)}. Resume with as many as before, or save at the end of an epoch"
             )
         for place in places:
             progress: Any = fit_loop.epoch_loop.batch_progress.current
@@ -220,14 +223,14 @@ class EpochPlace:
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """The axes that say which rank is where: equal sizes give a rank of the same number the same place."""
+        """The sizes of the axes that determine a rank's place: equal sizes give equal places."""
         sizes = {axis: self._ranks.size(axis) for axis in (Axis.PP, Axis.DP, Axis.CP, Axis.TP)}
         return plain({**sizes, Axis.DP: self._ranks.dp_size})
 
     def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's state; without random numbers on another mesh, where copies must draw equal ones.
 
-        Checkpoints of older versions do not say their mesh: data ranks alone are known to be none else.
+        Checkpoints of older versions do not store their mesh: only data ranks alone are then certain.
         """
         dp_rank, dp_size = self._ranks.dp_rank, self._ranks.dp_size
         saved = 1 + max(each["dp_rank"] for each in ranks)
@@ -243,13 +246,13 @@ class EpochPlace:
 
 
 def _num_read(fit_loop: Any) -> int:
-    """Return how many batches the current epoch has trained on; 0 between epochs."""
+    """Return the number of batches that the current epoch has trained on; 0 between epochs."""
     progress = fit_loop.epoch_loop.batch_progress
     return 0 if progress.is_last_batch else progress.current.processed
 
 
 def _num_read_of(fit_loop: Any, loader: Any) -> int:
-    """Return one loader's part among several: in mode "max_size" a shorter one stays at its end, else it restarts."""
+    """Return one loader's share among several: in mode "max_size" a shorter one stays at its end, else it restarts."""
     combined, num_read = fit_loop._combined_loader, _num_read(fit_loop)
     if isinstance(combined, TrainingLoader):
         num_read = combined.num_own(num_read)
@@ -258,15 +261,15 @@ def _num_read_of(fit_loop: Any, loader: Any) -> int:
 
 
 def _stopped_early(fit_loop: Any, loader: Any) -> bool:
-    """Return whether an epoch that is over has left batches of a loader, as limits and modes of several let it."""
+    """Return whether a finished epoch left batches of a loader unused, as limits and several loaders allow."""
     length, num_processed = sized_len(loader), fit_loop.epoch_loop.batch_progress.current.processed
     return num_processed % length != 0 if length else fit_loop.trainer.limit_train_batches != 1.0
 
 
 def _is_at_end(fit_loop: Any, state: Any) -> bool:
-    """Return whether torchdata's loader has given all of an epoch, and was not asked for more to know it.
+    """Return whether torchdata's loader has yielded a whole epoch without having been asked for more.
 
-    It would give an epoch without a batch.
+    It would then yield an epoch without a batch.
     """
     return fit_loop.epoch_loop.batch_progress.is_last_batch and state.get("_iterator_finished") is False
 

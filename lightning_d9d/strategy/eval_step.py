@@ -1,4 +1,4 @@
-"""One batch of validation, test or prediction of a `D9DModule`: the twin of `train_step.py`, without gradients."""
+"""One batch of validation, test or prediction of a `D9DModule`: like `train_step.py`, but without gradients."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lightning_d9d.strategy.sequence_check import SequenceCheck
 
 
 class EvalStep:
-    """Runs batches forwards only. Lightning has opened the precision context.
+    """Runs batches forwards only. Lightning has already opened the precision context.
 
     Args:
         module: The module with its stages built and on their device.
         splitter: Splits batches.
-        sequences: Checks in the first batch that stages take parts of sequences.
+        sequences: Checks in the first batch that stages support parts of sequences.
     """
 
     def __init__(self, module: D9DModule, splitter: BatchSplitter, sequences: SequenceCheck) -> None:
@@ -48,12 +48,12 @@ class EvalStep:
         """Run a batch and log `<prefix>_loss` and the metrics. Collective over the ranks that share it.
 
         Args:
-            batch: The same on every rank of the pipeline.
-            prefix: "val" or "test".
-            plan: What data ranks agreed on for this batch.
+            batch: The batch; the same on every rank of the pipeline.
+            prefix: Kind of evaluation: "val" or "test".
+            plan: Agreement of the data ranks about this batch.
 
         Returns:
-            "loss", the batch's mean on this data rank, "weight", what it was divided by, and the metrics.
+            "loss", the batch's mean on this data rank, "weight", its divisor, and the metrics.
         """
         self._same_batches.check(prefix, batch)
         split = self._split(batch, plan)
@@ -70,10 +70,10 @@ class EvalStep:
         """Run a batch and return the module's `predict_output`. Collective over the ranks that share the batch.
 
         Args:
-            batch: The same on every rank of the pipeline.
-            plan: What data ranks agreed on for this batch.
-            share: Send the result from the last stage to all ranks; otherwise the others get None. By default as the
-                module's `share_predictions` says.
+            batch: The batch; the same on every rank of the pipeline.
+            plan: Agreement of the data ranks about this batch.
+            share: Whether to send the result from the last stage to all ranks; otherwise the others get None. By
+                default the module's `share_predictions` decides.
 
         Returns:
             The outputs of all microbatches, joined along dim 0.
@@ -86,12 +86,12 @@ class EvalStep:
         return self.pipeline.share_tree(whole) if share else whole
 
     def run_dummy(self, batch: Any, plan: BatchPlan) -> None:
-        """Run forwards of a batch that other ranks need. Collective over the pipeline and the data ranks."""
+        """Run forwards of a batch for other ranks that need them. Collective over the pipeline and the data ranks."""
         with self.module.without_loss():
             self._outputs(batch, plan)
 
     def _look_at_weight(self, prefix: str, weight: Tensor) -> None:
-        """Say once that a batch had nothing that counts; on an accelerator some batches late. Local."""
+        """Report once that a batch counted nothing; on an accelerator some batches late. Local."""
         if self._has_said_empty or self.pipeline.rank > 0:
             return
         self._empty |= weight == 0
@@ -109,7 +109,7 @@ class EvalStep:
         return split
 
     def _outputs(self, batch: Any, plan: BatchPlan) -> list[Any]:
-        """Return the outputs of the microbatches that count, on the last stage's ranks."""
+        """Return the outputs of the microbatches that count, on the ranks of the last stage."""
         split = self._split(batch, plan)
         with self.module.schedule_running():
             actions = self.pipeline.forward_only(len(split.microbatches))

@@ -1,4 +1,4 @@
-"""Says before a fit that it cannot fit into a rank's memory, and after memory ran out what was there."""
+"""Reports before a fit that it cannot fit into a rank's memory, and describes the memory after it ran out."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.step_in_backward import part_bytes
 
 _BELOW = 0.9
-"""Advice is for so much of the memory, or of what was needed: buffers and fragments come on top."""
+"""Advice is given for this share of the memory, or of the needed memory: buffers and fragments add to it."""
 
 
 class Gradients(Protocol):
-    """The gradients of this rank, as `GradientSync` has them."""
+    """The gradients of this rank, as in `GradientSync`."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -43,12 +43,12 @@ class Gradients(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """All gradients at the end of a step."""
+        """Size of all gradients at the end of a step."""
         ...
 
     @property
     def num_accumulated_bytes(self) -> int:
-        """Gradients before a step's last microbatch."""
+        """Size of the gradients before a step's last microbatch."""
         ...
 
 
@@ -59,12 +59,12 @@ class BatchShape:
     rows: int
     """Rows of a microbatch."""
     tokens: int
-    """Tokens in a row, on this rank; 0: unknown."""
+    """Number of tokens in a row, on this rank; 0 if unknown."""
     num_microbatches: int
 
     @classmethod
     def of(cls, split: SplitBatch) -> BatchShape:
-        """Return the shape of a batch that is there."""
+        """Return the shape of an actual batch."""
         rows = split.rows[0] or 1
         return cls(
             rows=rows, tokens=num_tokens(split.microbatches[0]) // rows, num_microbatches=len(split.microbatches)
@@ -72,18 +72,18 @@ class BatchShape:
 
 
 class FitMemory:
-    """Compares what the steps of a fit take of this rank's memory with what there is.
+    """Compares the needs of the steps of a fit with this rank's memory.
 
     Args:
-        module: On its device, attached to a Trainer.
-        optimizers: The module's; None: unknown.
+        module: Module on its device, attached to a Trainer.
+        optimizers: The module's optimizers; None if unknown.
         gradients: Knows how gradients are kept.
         parallel: The configuration.
-        device: The rank's. Nothing is refused on the CPU.
+        device: The rank's. On the CPU nothing is refused.
         bucket_bytes: The size of a full bucket; see `part_bytes`.
-        steps_in_backward: Whether updates are inside of the backward.
-        check_in_backward: Raises `ConfigError` where they cannot be; None: they cannot.
-        activation_dtype: The dtype of activations; None: that of the parameters.
+        steps_in_backward: Whether updates run inside of the backward.
+        check_in_backward: Raises `ConfigError` if they cannot; None if they never can.
+        activation_dtype: The dtype of activations; None uses that of the parameters.
         keeps_gathered: Whether fully sharded stages stay gathered over a batch.
     """
 
@@ -118,7 +118,7 @@ class FitMemory:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of a microbatch; None: unknown."""
+        """Rows of a microbatch; None if unknown."""
         return self._settings.num_rows
 
     @property
@@ -126,13 +126,13 @@ class FitMemory:
         return None if self._parallel.offload else memory.device_bytes(self._device)
 
     def check(self, shape: BatchShape | None = None) -> None:
-        """Refuse a step that cannot fit, and say if it is close. Collective over all ranks.
+        """Refuse a step that cannot fit, and warn if it nearly does not. Collective over all ranks.
 
         Args:
-            shape: The shape of the first batch; None: unknown, so activations do not count.
+            shape: The shape of the first batch; None if unknown, so activations do not count.
 
         Raises:
-            ConfigError: The step cannot fit on some rank; on every rank.
+            ConfigError: The step cannot fit on some rank; raised on every rank.
         """
         self._shape = shape
         if self._available is None:
@@ -149,7 +149,7 @@ class FitMemory:
             say(self._module.trainer, note)
 
     def note(self, error: BaseException) -> None:
-        """Add to an error that says that memory ran out what was there, and which settings take less. Local."""
+        """Add the contents of the memory to an error that it ran out, and settings that take less. Local."""
         if not isinstance(error, torch.OutOfMemoryError):
             return
         states = (value for each in self._optimizers or () for state in each.state.values() for value in state.values())
@@ -165,7 +165,7 @@ class FitMemory:
         self.advise(error)
 
     def advise(self, error: BaseException) -> None:
-        """Add to an error what a step needs, and which settings take less. Local."""
+        """Add the needs of a step to an error, and settings that take less. Local."""
         if self._step is None or self._available is None:
             return
         needed = self._step.of(self._settings)
@@ -175,7 +175,7 @@ class FitMemory:
         error.add_note(f"by arithmetic a step needs {gib(needed.total)} or more: {needed}; {advice}")
 
     def step(self) -> StepMemory:
-        """Return what a step needs on this rank, as a function of settings. Local."""
+        """Return the needs of a step on this rank, as a function of settings. Local."""
         # Nobody knows which gradients are there at once where the module steps its optimizers itself.
         gradients = self._gradients.num_bytes if self._module.automatic_optimization else 0
         accumulates = self._shape is not None and self._shape.num_microbatches > 1
@@ -216,7 +216,7 @@ class FitMemory:
         return True
 
     def _eight_bit_states(self) -> int | None:
-        """Bytes of states in eight bits, where `StochasticAdamW` can take the place of the optimizers."""
+        """Return the bytes of states in eight bits, if `StochasticAdamW` can replace the optimizers."""
         if self._optimizers is None:
             return None
         if any(type(each) not in (Adam, AdamW, StochasticAdamW) for each in self._optimizers):
@@ -226,7 +226,7 @@ class FitMemory:
         return sum(memory.state_bytes(each, eight_bits=True) or 0 for each in self._optimizers)
 
     def _gathered_bytes(self) -> int:
-        """Bytes of gathered units: all that are kept, or one and the next."""
+        """Return the bytes of gathered units: all that are kept, or one and the next."""
         dtype = self._parallel.dtypes[0]
         units = [unit for unit in self._module.modules() if isinstance(unit, FSDPModule)]
         sizes = [
@@ -238,7 +238,7 @@ class FitMemory:
         return sum(sizes) if self._keeps_gathered else sum(sorted(sizes)[-2:])
 
     def _activations(self) -> Activations | None:
-        """Activations of the first batch; None where nobody says, or they are not what costs are made for."""
+        """Return the activations of the first batch; None if they are unknown, or the costs do not apply."""
         module, shape = self._module, self._shape
         changed = self._parallel.compile or self._parallel.cuda_graphs
         is_frozen = any(not each.requires_grad for each in self._parameters)
@@ -265,7 +265,7 @@ class FitMemory:
 
 
 def _layers_of(module: D9DModule, num_layers: int) -> Mapping[int, StageLayers] | None:
-    """Return the layers of this rank's stages; None where a stage does not say which it has."""
+    """Return the layers of this rank's stages; None if a stage does not tell them."""
     found = {}
     for info, (index, stage) in zip(module.pipeline.stages, module.indexed_stages.items(), strict=True):
         built = getattr(stage, "stage", info)  # as models keep it whose layers are not split evenly

@@ -1,4 +1,4 @@
-"""The gradients of a fit: which are summed over ranks in buckets, and which by fully sharded stages."""
+"""The gradients of a fit: some are summed over ranks in buckets, others by fully sharded stages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class GradientSync:
         config: Dtype and size of the buckets.
         keeps_gathered: Whether fully sharded stages stay gathered over a batch.
         summed_by_module: The parameters of a plain, sharded module that FSDP2 reduces; None if it is not sharded.
-        in_backward: Takes parameters whose gradients are complete; None: nobody does.
-        reduce_dtype: Of the gradients of fully sharded stages; None: float32, or their parameters' own if wider.
+        in_backward: Receives parameters whose gradients are complete; None if nothing does.
+        reduce_dtype: Dtype of the gradients of fully sharded stages; None: float32, or their parameters' own if wider.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GradientSync:
 
     @property
     def buckets(self) -> GradientBuckets | None:
-        """The buckets of this rank's replicated parameters; None where nothing is summed or accumulated in any."""
+        """The buckets of this rank's replicated parameters; None if nothing is summed or accumulated in any."""
         return None if self.data_parallel is None else self.data_parallel.buckets
 
     @property
@@ -78,7 +78,7 @@ class GradientSync:
 
     @property
     def num_accumulated_bytes(self) -> int:
-        """The size of this rank's gradients before a step's last microbatch; gathered, where FSDP2 reduces once."""
+        """The size of this rank's gradients before a step's last microbatch; gathered, if FSDP2 reduces once."""
         dtype = None if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
         gathered = set[nn.Parameter]()
         if self.config.reduce == "last_microbatch":
@@ -101,13 +101,13 @@ class GradientSync:
         return gradient_bytes(self.parameters, dtype_of)
 
     def update(self, *, accumulates: bool, window_is_open: bool) -> None:
-        """Build the buckets, and again where a callback froze or unfroze layers or began to accumulate batches.
+        """Build the buckets, and rebuild them if a callback froze or unfroze layers or began to accumulate batches.
 
         Collective over the ranks that hold the same stages.
 
         Args:
             accumulates: Whether several backwards add up to a step.
-            window_is_open: Whether there are gradients for which no step was taken.
+            window_is_open: Whether there are gradients without an optimizer step.
         """
         if self._mesh is None and not accumulates and self._in_backward is None:
             return
@@ -140,7 +140,7 @@ class GradientSync:
     def norm(self, parameters: Iterable[nn.Parameter] | None = None, gone: SquaredNorms | None = None) -> Tensor:
         """Return the norm of the gradients of these parameters, or of all. Collective over all ranks.
 
-        Each tied parameter counts once. With `gone`, gradients that are no longer there count, too.
+        Each tied parameter counts once. With `gone`, freed gradients count, too.
         """
         is_wide = any(parameter.dtype == torch.float64 for parameter in self.parameters)  # frozen ones, too
         at_least = torch.float64 if is_wide else torch.float32

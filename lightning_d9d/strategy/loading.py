@@ -54,22 +54,22 @@ class Loads:
         self._directory: Checkpoint | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loads:
-        """Open files are of one run; copies of its Trainer share them."""
+        """Return this object: open files belong to one run, and copies of its Trainer share them."""
         return self
 
     def open(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         """Read a file, or the values of a directory. Collective.
 
         Args:
-            path: The checkpoint; equal on all ranks.
+            path: Path of the checkpoint; equal on all ranks.
             weights_only: For files: False lets them run code. Directories never do.
-            io: Reads a file.
+            io: Function that reads a file.
 
         Returns:
-            The checkpoint; without a directory's weights, which `weights` reads.
+            The checkpoint; a directory's weights are read later, by `weights`.
 
         Raises:
-            StateError: The checkpoint is damaged, incomplete or foreign; on every rank.
+            StateError: The checkpoint is damaged, incomplete or foreign; raised on every rank.
         """
         self._path, self._directory = path, None
         if self._ranks.broadcast(is_directory(path)):
@@ -82,17 +82,17 @@ class Loads:
             return read_checkpoint(read, path, weights_only)
 
     def names_in(self, checkpoint: Mapping[str, Any]) -> set[str]:
-        """Return the names of the weights of what was opened."""
+        """Return the names of the weights of the opened checkpoint."""
         if self._directory is None:
             return {*checkpoint.get("state_dict", {})}
         return {name.removeprefix(MODEL) for name in self._directory.tensors if name.startswith(MODEL)}
 
     def weights(self, module: L.LightningModule | None, *, with_optimizers: bool) -> dict[str, Any] | None:
-        """Read a directory's weights to their places; None for a file. Collective.
+        """Read a directory's weights into their tensors; None for a file. Collective.
 
         Args:
-            module: The module, whose tensors are overwritten: nothing is held twice.
-            with_optimizers: Find what optimizers will get undamaged before a weight is changed.
+            module: The module, whose tensors are overwritten, so that no tensor exists twice.
+            with_optimizers: Whether to check the data for the optimizers before a weight changes.
 
         Returns:
             The state dict.
@@ -101,7 +101,7 @@ class Loads:
         if opened is None:
             return None
         if module is None:
-            raise StateError(f"checkpoint {str(self._path)!r} is a directory, which is read into a module only")
+            raise StateError(f"checkpoint {str(self._path)!r} is a directory, which can be read only into a module")
         state = module.state_dict()
         if BASE in opened.values:
             lacks = frozen_parameters(module)
@@ -113,10 +113,10 @@ class Loads:
         return {name: opened.values.get(f"{MODEL}{name}", value) for name, value in module.state_dict().items()}
 
     def averages(self, module: L.LightningModule) -> dict[str, Tensor]:
-        """Read a directory's averages of the weights that this rank holds, if it has some. Collective.
+        """Read a directory's averages of this rank's weights, if it has some. Collective.
 
         Args:
-            module: The module; averages lie as its parameters do, in the dtype in which they were saved.
+            module: The module; averages have the sharding of its parameters, in the dtype in which they were saved.
         """
         opened = self._directory
         assert opened is not None
@@ -132,16 +132,18 @@ class Loads:
     def give_weights(
         self, module: L.LightningModule, weights: Mapping[str, Any], state: RunState, *, strict: bool
     ) -> None:
-        """Give the module the weights, as hooks left them, however its tensors are sharded. Collective in a pipeline.
+        """Load the weights into the module, after hooks may have changed them, for any sharding of its tensors.
+
+        Collective in a pipeline.
 
         Args:
             module: Gets them.
             weights: The state dict of a file, of the whole model, or the one that `weights` returned.
-            state: The module as a checkpoint sees it.
-            strict: Whether names must be the same.
+            state: The module and its state in checkpoints.
+            strict: Whether names must be equal.
 
         Raises:
-            StateError: The weights are another model's; the message says what differs.
+            StateError: The weights belong to another model; the message lists the differences.
         """
         sharded = sharded_weights(module.state_dict(), weights)
         if self._directory is None and state.pipeline is not None:  # a file has all stages
@@ -153,18 +155,18 @@ class Loads:
     def give_optimizers(
         self, checkpoint: Mapping[str, Any], state: RunState, schedulers: Sequence[Any], *, refuses_other_number: bool
     ) -> None:
-        """Give optimizers their state, however their parameters are sharded. Collective where ranks hold parts.
+        """Load the states of optimizers, for any sharding of their parameters. Collective if ranks hold parts.
 
         Args:
-            checkpoint: What was opened.
+            checkpoint: The opened checkpoint.
             state: The module and its optimizers.
-            schedulers: The learning rate schedulers, which Lightning loads behind this.
-            refuses_other_number: Raise where a file of a whole model has another number of optimizers. Else the first
-                ones resume with a warning, as under Lightning's own strategies.
+            schedulers: The learning rate schedulers, which Lightning loads later.
+            refuses_other_number: Whether to raise if a file of a whole model has another number of optimizers.
+                Otherwise the first ones resume with a warning, as under Lightning's own strategies.
 
         Raises:
-            StateError: Their kind or parameters differ from what was saved; on every rank. For directories, and ranks
-                that hold parts, also their number.
+            StateError: Their kind or parameters differ from the saved ones; raised on every rank. For directories, and
+                ranks that hold parts, their number is compared, too.
         """
         self._check_number(checkpoint, state, refuses_other_number)
         states, opened = checkpoint["optimizer_states"], self._directory
@@ -183,7 +185,7 @@ class Loads:
                 fit_scheduler_state(saved, scheduler.optimizer.param_groups)
 
     def _check_number(self, checkpoint: Mapping[str, Any], state: RunState, refuses: bool) -> None:
-        """See that there are as many optimizers as were saved. Local."""
+        """Check that there are as many optimizers as were saved. Local."""
         states: Any = checkpoint["optimizer_states"]
         num_saved = len(states) if self._directory is None else states
         num_here = len(state.optimizers)
@@ -191,11 +193,11 @@ class Loads:
             return
         what = f"checkpoint {str(self._path)!r} has {num_saved} optimizers and the module {num_here}"
         if self._directory is not None or state.is_spread or refuses:
-            raise StateError(f"{what}; let configure_optimizers return as many")
+            raise StateError(f"{what}; make configure_optimizers return as many")
         rank_zero_warn(f"{what}: of these the first {min(num_saved, num_here)} go on, others begin without a state")
 
     def _own_state(self, saved: Mapping[str, Any], optimizer: Optimizer, state: RunState) -> dict[str, Any]:
-        """Return a file's state for the parameters that this rank's optimizer has. Collective."""
+        """Return the part of a file's state for the parameters of this rank's optimizer. Collective."""
         records, part = list[dict[str, Any]](), dict[str, Any]()
         with Ranks().agreed(self._optimizer_failure):
             records = group_records(optimizer, state.names)
@@ -215,12 +217,12 @@ class Loads:
 
 
 def load_pretrained(module: L.LightningModule, state: RunState, unless_in: Collection[str] = ()) -> None:
-    """Let a D9DModule load its pretrained weights, once, unless a checkpoint has all parameters. Collective.
+    """Make a D9DModule load its pretrained weights, once, unless a checkpoint has all parameters. Collective.
 
     Args:
         module: Any.
-        state: The same as a checkpoint sees it.
-        unless_in: The names of what is going to be loaded; equal on all ranks.
+        state: The module and its state in checkpoints.
+        unless_in: The names of the weights that will be loaded; equal on all ranks.
     """
     if isinstance(module, D9DModule) and module.awaits_pretrained:
         lacks = not set(state.names.values()) <= set(unless_in)

@@ -1,4 +1,4 @@
-"""Scales losses before backward, so that gradients need no pass of their own.
+"""Scales losses before backward, so that gradients do not need a separate pass.
 
 The total weight of a window may be known before its first backward: the window is one batch, and the module has
 `microbatch_weight`. Then losses that are sums are divided by it. Losses that are means count each batch equally.
@@ -21,9 +21,10 @@ class LossScaling:
     """Finds the scale of the losses of a batch.
 
     Args:
-        module: Says what microbatches weigh.
+        module: Module that may know the weights of microbatches.
         group: The ranks over which tokens are split; None for one process.
-        divides_means: Whether losses that are means are divided by the number of ranks now, not their gradients later.
+        divides_means: Whether losses that are means are divided by the number of ranks now, instead of their gradients
+            later.
     """
 
     def __init__(self, module: D9DModule, group: dist.ProcessGroup | None, *, divides_means: bool = False) -> None:
@@ -52,13 +53,13 @@ class LossScaling:
     def scale(
         self, split: SplitBatch, accumulated_batches: int, plan: BatchPlan, total_weight: Tensor | None
     ) -> LossScale:
-        """Return the scale for both kinds of loss. `TrainStep.restore` divides what is left. Local.
+        """Return the scale for both kinds of loss. `TrainStep.restore` applies the remaining division. Local.
 
         Args:
             split: The batch.
-            accumulated_batches: The batches of a full window.
-            plan: What data ranks agreed on for it: of means, those of ranks that have data count.
-            total_weight: What sums are divided by now; None: later.
+            accumulated_batches: Number of batches of a full window.
+            plan: Agreement of the data ranks about the batch: for means, the ranks that have data count.
+            total_weight: Divisor of sums that is known now; None if it is known later.
         """
         num_counting = (plan.num_counting or self._num_ranks // self._num_chunks) * self._num_chunks
         num_rows = sum(filter(None, split.rows[: split.num_counted]))

@@ -1,4 +1,4 @@
-"""Replicas that mix their weights in place of summing gradients: what a fit does with `replicate_sync`."""
+"""Replicas that mix their weights instead of summing gradients: the parts of a fit with `replicate_sync`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from lightning_d9d.strategy.replica_report import ReplicaReport
 from lightning_d9d.strategy.tied import TiedParameters
 
 MIXING = "lightning_d9d_mixing"
-"""Under which name a checkpoint has the round of its replicas."""
+"""The name under which a checkpoint stores the round of its replicas."""
 
 
 class MixedReplicas:
-    """The replicas of a job, as this rank of one of them knows them.
+    """The replicas of a job, from the viewpoint of a rank in one of them.
 
     Args:
-        config: Who mixes with whom, and how.
-        ranks: The ranks of the job, with replicas apart.
+        config: The topology and the settings of mixing.
+        ranks: The ranks of the job, with separate replicas.
     """
 
     def __init__(self, config: ReplicaMixing, ranks: JobRanks) -> None:
@@ -56,38 +56,38 @@ class MixedReplicas:
         self._saved: Mapping[str, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedReplicas:
-        """Groups and messages are of one run; copies of its Trainer share them."""
+        """Return this object: groups and messages belong to one run, and copies of its Trainer share them."""
         return self
 
     def check(self, trainer: L.Trainer, module: L.LightningModule, *, steps_in_backward: bool) -> None:
-        """Refuse what cannot be beside replicas that mix. Local.
+        """Refuse settings that cannot be combined with replicas that mix. Local.
 
         Args:
-            trainer: About to run.
-            module: The module that it runs.
+            trainer: Trainer that is about to run.
+            module: The module of the run.
             steps_in_backward: Whether parameters are updated inside the backward.
 
         Raises:
-            ConfigError: The number of replicas does not fit the topology, or something else averages or steps.
+            ConfigError: The number of replicas does not fit the topology, or another part averages or steps.
         """
         name = f"replicate_sync={self.config.topology!r}"
         Rounds(self.config.topology, self._ranks.num_replicas)
         if steps_in_backward:
             raise ConfigError(
-                f"{name} with step_in_backward=True: weights are mixed between backward and update, and then all "
-                "gradients must be there; leave step_in_backward out"
+                f"{name} with step_in_backward=True: weights are mixed between backward and update, which needs all "
+                "gradients; leave step_in_backward out"
             )
         if not module.automatic_optimization:
             raise ConfigError(
-                f"{name}: {type(module).__name__} steps its optimizers itself (automatic_optimization is False), so "
-                "no one step ends a round; leave that to Lightning, or take replicate_sync='all_reduce'"
+                f"{name}: {type(module).__name__} steps its optimizers itself (automatic_optimization is False), so no "
+                "single step ends a round; leave that to Lightning, or set replicate_sync='all_reduce'"
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             averages = getattr(callback, "averages_weights", False)
             if averages or isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ConfigError(
-                    f"{name} with the callback {type(callback).__name__}: each replica would average weights of its "
-                    "own. Leave the callback out: validation and checkpoints have the mean of all replicas anyway"
+                    f"{name} with the callback {type(callback).__name__}: each replica would average its own weights. "
+                    "Leave the callback out: validation and checkpoints have the mean of all replicas anyway"
                 )
 
     def make_equal(self, model: nn.Module) -> None:
@@ -100,17 +100,17 @@ class MixedReplicas:
         """Set up a fit. Collective over all ranks.
 
         Args:
-            model: The module, with its weights in place.
+            model: The module, with its weights loaded.
             tied: The parameters that other pipeline ranks have, too.
-            optimizers: Of the module.
+            optimizers: Optimizers of the module.
 
         Raises:
-            ConfigError: The module has not one optimizer that steps once.
+            ConfigError: The module does not have exactly one optimizer that steps once.
         """
         if len(optimizers) != 1:
             raise ConfigError(
-                f"replicate_sync={self.config.topology!r} takes one optimizer, whose step ends a round; the module has "
-                f"{len(optimizers)}: put their parameters into groups of one"
+                f"replicate_sync={self.config.topology!r} supports one optimizer, whose step ends a round; the module "
+                f"has {len(optimizers)}: put their parameters into groups of one optimizer"
             )
         check_steps_once(optimizers[0])
         self._model, self._tied, self._optimizers = model, tied, optimizers
@@ -123,12 +123,13 @@ class MixedReplicas:
         self._report = ReplicaReport(self._ranks, self._all_replicas, clock)
 
     def begin(self, path: object) -> None:
-        """Training begins, from a checkpoint perhaps. Collective over all ranks.
+        """Begin training, perhaps from a checkpoint. Collective over all ranks.
 
-        Each rank takes up its own values of a checkpoint, if all of them have those; else all go on from the mean.
+        Each rank restores its own values of a checkpoint, if all of them have those; otherwise all continue from the
+        mean.
 
         Args:
-            path: Of the checkpoint.
+            path: Path of the checkpoint.
         """
         mixer = self.mixer
         assert mixer is not None
@@ -148,12 +149,12 @@ class MixedReplicas:
         self.mixer.finish(optimizer)
 
     def launch(self, trainer: L.Trainer, module: L.LightningModule, norm: Tensor | None) -> None:
-        """Begin the next round, behind the step of the optimizer. Collective over the edge, without waiting.
+        """Begin the next round, after the step of the optimizer. Collective over the edge, without waiting.
 
         Args:
-            trainer: Says whether this step logs.
-            module: Logs.
-            norm: The norm of the replica's gradients, where it is known.
+            trainer: Trainer that knows whether this step logs.
+            module: Module that logs.
+            norm: The norm of the replica's gradients, if it is known.
         """
         assert self.mixer is not None
         assert self._report is not None
@@ -166,13 +167,13 @@ class MixedReplicas:
 
     @contextmanager
     def mean_in_checkpoint(self, checkpoint: dict[str, Any], path: str) -> Generator[None]:
-        """Open around a save: weights and states of the optimizer are the mean of all replicas. Collective.
+        """Replace weights and states of the optimizer by the mean of all replicas during a save. Collective.
 
-        Before, each rank writes its own values beside the checkpoint, from which as many replicas go on exactly.
+        Before that, each rank writes its own values beside the checkpoint, from which as many replicas resume exactly.
 
         Args:
-            checkpoint: Gets the round; without states of optimizers nobody trains on from it.
-            path: Equal on all ranks.
+            checkpoint: Checkpoint that gets the round; without states of optimizers, training cannot resume from it.
+            path: Path; equal on all ranks.
         """
         mean, mixer = self._mean, self.mixer
         if mean is None or mixer is None:
@@ -198,16 +199,16 @@ class MixedReplicas:
                 self._take_mean()
 
     def opened(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep what a checkpoint says of rounds, until training begins. Local."""
+        """Keep a checkpoint's information about rounds until training begins. Local."""
         self._saved = checkpoint.get(MIXING)
 
     def global_average(self) -> Tensor | None:
-        """Put the mean of all replicas in the place of weights and buffers, until `revert`. Collective over all ranks.
+        """Put the mean of all replicas in place of weights and buffers, until `revert`. Collective over all ranks.
 
-        Training must not go on before `revert`.
+        Training must not continue before `revert`.
 
         Returns:
-            The distance of this replica to the mean, a float64 scalar. None outside of a fit.
+            The distance of this replica from the mean, a float64 scalar. None outside of a fit.
         """
         if self._mean is None or self._mean.is_in_place:
             return None
@@ -218,15 +219,15 @@ class MixedReplicas:
         return self._report.centre
 
     def revert(self) -> None:
-        """Put each replica's own values back. Local; nothing where they are in place."""
+        """Restore each replica's own values. Local; does nothing if they are in place."""
         if self._mean is not None:
             self._mean.revert()
 
     def end(self, *, keeps_mean: bool = True) -> None:
-        """Training ends: all replicas get the mean. Collective over all ranks.
+        """End training: all replicas get the mean. Collective over all ranks.
 
         Args:
-            keeps_mean: Whether they get it; else they stay as they are.
+            keeps_mean: Whether they get it; otherwise they do not change.
         """
         if self.mixer is not None:
             self.mixer.drop()
@@ -247,7 +248,7 @@ class MixedReplicas:
         return self._ranks.mesh.mixing_group([range(self._ranks.num_replicas)])
 
     def _update(self) -> None:
-        """Mix what is trained now, or was before: replicas differ in both. Local."""
+        """Mix parameters that are trained now, or were trained before: replicas differ in both. Local."""
         assert self.mixer is not None
         parameters = [p for p in self._model.parameters() if p.requires_grad or p in self._trained]
         if len(parameters) != len(self._trained):
@@ -272,16 +273,16 @@ class MixedReplicas:
         return found
 
     def _tensors(self) -> list[Tensor]:
-        """Return all that a replica has of its own, in the same order each time."""
+        """Return all tensors of a replica, in the same order each time."""
         return [*self._model.parameters(), *self._model.buffers(), *self._states()]
 
 
 def alike(tensors: Iterable[Tensor], tied: Mapping[nn.Parameter, Any]) -> list[list[Tensor]]:
-    """Put tensors together that lie alike: all copies of one of them are then with the same others, in the same order.
+    """Group tensors with the same sharding: all copies of a tensor are then with the same others, in the same order.
 
     Args:
         tensors: This rank's.
-        tied: Those of them that other pipeline ranks have, too, which may have others in between.
+        tied: The tensors that other pipeline ranks have, too, which may have others in between.
     """
     batches: dict[Hashable, list[Tensor]] = defaultdict(list)
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Hooks of Lightning that replicas which mix need: the mean for validation, and the mean in checkpoints."""
+"""Lightning's hooks for replicas that mix: the mean for validation, and the mean in checkpoints."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_d9d.strategy.tied import TiedParameters
 
 
 class MixingHooks(RankHooks):
-    """The hooks of `D9DStrategy(replicate_sync=...)`; without replicas that mix they do nothing.
+    """The hooks of `D9DStrategy(replicate_sync=...)`; they do nothing unless replicas mix.
 
     Args:
-        ranks: The ranks of the job, with replicas apart where they mix.
-        mixing: How they mix; None: gradients are summed over replicas.
+        ranks: The ranks of the job, with separate replicas if they mix.
+        mixing: How they mix; None sums gradients over replicas.
     """
 
     def __init__(self, ranks: JobRanks, mixing: ReplicaMixing | None) -> None:
@@ -34,13 +34,13 @@ class MixingHooks(RankHooks):
         """The replicas that mix their weights; None where gradients are summed over all ranks."""
 
     def global_average(self) -> Tensor | None:
-        """Put the mean of all replicas in the place of weights and buffers until `revert_global_average`.
+        """Put the mean of all replicas in place of weights and buffers until `revert_global_average`.
 
-        Collective over all ranks. Validation, checkpoints and the end of a fit do so by themselves. Training must not
-        go on before the other call.
+        Collective over all ranks. Validation, checkpoints and the end of a fit do so automatically. Training must not
+        continue before the other call.
 
         Returns:
-            The distance of this replica to the mean: a float64 scalar.
+            The distance of this replica from the mean: a float64 scalar.
 
         Raises:
             ConfigError: Replicas do not mix, or no fit runs.
@@ -53,23 +53,23 @@ class MixingHooks(RankHooks):
         return self.mixed.global_average()
 
     def revert_global_average(self) -> None:
-        """Put each replica's own values back. Local."""
+        """Restore each replica's own values. Local."""
         if self.mixed is not None:
             self.mixed.revert()
 
     def on_validation_start(self) -> None:
-        """Validate the mean of all replicas, in a fit. Collective over all ranks."""
+        """Validate with the mean of all replicas, in a fit. Collective over all ranks."""
         super().on_validation_start()
         if self.mixed is not None:
             self.mixed.global_average()
 
     def on_validation_end(self) -> None:
-        """Go on from own values. Local."""
+        """Continue with this replica's own values. Local."""
         super().on_validation_end()
         self.revert_global_average()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Put own values back. Local."""
+        """Restore this replica's own values. Local."""
         super().on_exception(exception)
         self.revert_global_average()
 
@@ -104,17 +104,17 @@ class MixingHooks(RankHooks):
             self.mixed.opened(checkpoint)
 
     def _mixing_first(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure with the mix behind it, before the update."""
+        """Return the closure followed by the mix, before the update."""
         return closure if self.mixed is None else functools.partial(_run_and_mix, self.mixed, optimizer, closure)
 
     def _launch_mixing(self, norm: Tensor | None) -> None:
-        """Begin the next round, behind the update."""
+        """Begin the next round, after the update."""
         if self.mixed is not None and self.mixed.mixer is not None and self.lightning_module is not None:
             self.mixed.launch(self.lightning_module.trainer, self.lightning_module, norm)
 
     @contextmanager
     def _saving_mean(self, checkpoint: dict[str, Any], path: str | Path, *, is_deferred: bool) -> Generator[None]:
-        """Open around a save. Collective over all ranks."""
+        """Save the mean inside the block. Collective over all ranks."""
         if self.mixed is None or is_deferred:
             yield
             return

@@ -1,4 +1,4 @@
-"""`D9DModule`: a LightningModule that describes stages, the inputs of a microbatch and its loss."""
+"""`D9DModule`: a LightningModule that defines stages, the inputs of a microbatch and its loss."""
 
 from __future__ import annotations
 
@@ -51,32 +51,31 @@ class D9DModule(OptimizedModule):
     Training, validation, test and prediction follow; `train_loss`, `val_loss`, `test_loss` and the metrics are logged.
     The same module runs under Lightning's own strategies, where all stages are built on the device.
 
-    Checkpoints name parameters as the stages do, without a stage number. `self.stages` are this rank's stages.
+    Checkpoints use the parameter names of the stages, without a stage number. `self.stages` are this rank's stages.
 
     A name that several stages have is one parameter (tied embeddings). It starts equal, its gradients are summed over
     the stages, the norm counts it once, and it is saved once.
 
     Args:
-        optimizer: Makes the optimizer; as the others for `use_optimizer`.
+        optimizer: Makes the optimizer; like the other arguments, as for `use_optimizer`.
         lr_scheduler: Makes its learning-rate schedule.
-        parameter_groups: Parameters with a learning rate or a weight decay of their own.
+        parameter_groups: Parameters with a separate learning rate or weight decay.
     """
 
     share_predictions: bool = True
-    """Return the same from `predict` on every rank of a pipeline. Otherwise those without the last stage get None,
-    and nothing is sent."""
+    """If True, `predict` returns the same on every rank. Otherwise ranks without the last stage get None."""
 
     sequence_dims: ClassVar[Mapping[str, int]] = {}
-    """By name, the dim of tokens in the tensors of a batch: what context parallelism cuts, and what tensor parallelism
-    must be able to share. Microbatch hooks get the tokens of this rank."""
+    """By name, the dim of tokens in the tensors of a batch. Context parallelism shards these tensors, and tensor
+    parallelism must be able to share them. Microbatch hooks get the tokens of this rank."""
 
     sequence_padding: ClassVar[Mapping[str, int]] = {}
-    """By name, the number with which sequences are padded where `ParallelConfig.pad_sequences` says so; 0 for others.
-    Padding must not count: give labels the number that the loss ignores."""
+    """By name, the number that pads sequences with `ParallelConfig.pad_sequences`; 0 for other names. Padding must not
+    count: give labels the number that the loss ignores."""
 
     prediction_dim: int | None = None
-    """The dim of tokens in what `predict_output` returns, along which the parts of all ranks are joined. None: it has
-    none, and each rank keeps its own."""
+    """The dim of tokens in the result of `predict_output`, along which the parts of all ranks are joined. None: the
+    result has no such dim, and each rank keeps its own."""
 
     def __init__(
         self,
@@ -110,11 +109,11 @@ class D9DModule(OptimizedModule):
     # What a model implements
 
     def configure_stage(self, stage: StageInfo) -> nn.Module:
-        """Build one stage. Runs under `torch.device("meta")`: tensors have shapes, and no values to read.
+        """Build one stage. It runs under `torch.device("meta")`: tensors have shapes, but no values to read.
 
-        Names must be global: a layer keeps its index in the whole model. Values that are given here (`nn.init`,
-        `self.apply(_init_weights)`) are kept. Other parameters and buffers get those of their submodule's
-        `reset_parameters()`, as torch's layers have it, or `initial_values()`. The stage is called with the keyword
+        Names must be global: a layer keeps its index in the whole model. Values that are set here (`nn.init`,
+        `self.apply(_init_weights)`) are kept. Other parameters and buffers get values from their submodule's
+        `reset_parameters()`, as in torch's layers, or `initial_values()`. The stage is called with the keyword
         arguments of `microbatch_inputs`.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement configure_stage(stage) -> nn.Module")
@@ -122,18 +121,18 @@ class D9DModule(OptimizedModule):
     def parallelize_stage(self, stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
         """Change a stage in place before it gets storage: recompute or compile blocks, shard parameters.
 
-        By default `lightning_d9d.parallel.parallelize`, with the entries of the stage's `ModuleList`s and `ModuleDict`s
-        or the modules of the classes `parallel.shard_blocks` as blocks.
+        By default it calls `lightning_d9d.parallel.parallelize`, with the entries of the stage's `ModuleList`s and
+        `ModuleDict`s or the modules of the classes `parallel.shard_blocks` as blocks.
 
         Args:
-            stage: What `configure_stage` returned, still on the meta device.
+            stage: Result of `configure_stage`, still on the meta device.
             mesh: The strategy's mesh domains; None for one process.
             parallel: The strategy's parallel configuration.
         """
         parallelize(stage, mesh, parallel)
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
-        """Cut the stages' keyword arguments out of one microbatch."""
+        """Return the stages' keyword arguments from one microbatch."""
         raise NotImplementedError(f"{type(self).__name__} must implement microbatch_inputs(microbatch) -> StageInputs")
 
     def microbatch_loss(self, output: Any, microbatch: Any) -> Tensor | WeightedLoss:
@@ -141,22 +140,23 @@ class D9DModule(OptimizedModule):
         raise NotImplementedError(f"{type(self).__name__} must implement microbatch_loss(output, microbatch)")
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return the batch as microbatch hooks take it, on the device, once before it is split; by default unchanged.
+        """Return the batch, on the device, in the form for microbatch hooks; by default unchanged.
 
-        Sequences are whole here, and every rank that shares a batch has all of it. The number of rows must stay.
+        It is called once, before the batch is split. Sequences are whole here, and every rank that shares a batch has
+        all of it. The number of rows must stay the same.
         """
         return batch
 
     def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
-        """Cut a batch into at most `num_microbatches` microbatches.
+        """Split a batch into at most `num_microbatches` microbatches.
 
-        By default tensors along dim 0, and lists that have one entry for each row. Lists of which a batch does not tell
-        whether they have are refused.
+        By default tensors are split along dim 0, and so are lists with one entry for each row. Ambiguous lists are
+        refused.
         """
         return self._rows.split(batch, num_microbatches)
 
     def microbatch_weight(self, microbatch: Any) -> Tensor | None:
-        """Return the weight of `microbatch_loss`, if it is known before the forward: saves a pass over gradients."""
+        """Return the weight of `microbatch_loss` if it is known before the forward: it saves a pass over gradients."""
         return None
 
     def microbatch_metrics(self, output: Any, microbatch: Any) -> Mapping[str, Tensor | WeightedLoss]:
@@ -175,16 +175,16 @@ class D9DModule(OptimizedModule):
 
         Args:
             skipped: True if the step was skipped (no token had any weight, or see `D9DStrategy.skip_nonfinite`). It is
-                a bool on the device, equal on all ranks, to be read there without waiting. None: it was not skipped.
+                a bool on the device, equal on all ranks, to be read there without waiting. None: not skipped.
                 Lightning's own strategies do not call this after a step that their loss scaler skipped.
         """
 
     def model_costs(self, sequence_length: int, bytes_per_element: int) -> ModelCosts | None:
-        """Return the layers' costs for `schedule=Auto(...)`, before there are stages. None: unknown.
+        """Return the layers' costs for `schedule=Auto(...)`, before stages exist. None: unknown.
 
         Args:
             sequence_length: Tokens of a row.
-            bytes_per_element: Of weights and activations.
+            bytes_per_element: Bytes of an element of weights and activations.
         """
         return None
 
@@ -193,8 +193,8 @@ class D9DModule(OptimizedModule):
     def configure_model(self) -> None:
         """Build this rank's stages once: on the meta device, then with storage and initial weights on the device.
 
-        A module that has run, or was loaded, is built again where this run has other stages or spreads them otherwise.
-        New stages reuse existing tensors if this rank has all of them: whole, or as DTensors of equal layout.
+        A module that has run, or was loaded, is rebuilt if this run has other stages or spreads them differently. New
+        stages reuse existing tensors if this rank has all of them: whole, or as DTensors of equal layout.
 
         Raises:
             ConfigError: This rank lacks some of these tensors.
@@ -244,7 +244,7 @@ class D9DModule(OptimizedModule):
         """Call `lightning_d9d.peft.inject` with this module.
 
         Raises:
-            ConfigError: The stages are built, or there is a method.
+            ConfigError: The stages are already built, or there is already a method.
         """
         if len(self.stages) > 0 or self.peft is not None:
             state = "a method already" if self.peft is not None else "its stages already"
@@ -252,7 +252,7 @@ class D9DModule(OptimizedModule):
         self.peft = method
 
     def _adapt(self, stages: Iterable[nn.Module], whole: nn.Module) -> None:
-        """Do what is asked for by `set_peft` with stages of a whole model on the meta device."""
+        """Apply `set_peft` to stages of a whole model on the meta device."""
         if self.peft is not None:
             plan = self.peft.plan(whole)
             self.has_adapters = bool(plan.adapters)
@@ -260,14 +260,14 @@ class D9DModule(OptimizedModule):
                 apply_plan(stage, plan)
 
     def parameter_order(self) -> list[str]:
-        """Return the names of all stages' parameters, in the order of one process that has them all. Local."""
+        """Return the names of all stages' parameters, in the order of one process that has all of them. Local."""
         if self._parameter_order is None:
             state = self.whole_on_meta().state_dict(keep_vars=True)
             self._parameter_order = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
         return self._parameter_order
 
     def named_for_optimizer(self) -> NamedParameters:
-        """Parameters by global names; embeddings are found in the whole model, as stages may share them."""
+        """Return parameters by global names; embeddings are found in the whole model, because stages may share them."""
         whole = self.whole_on_meta().stages[0]
         tables = {f"{name}.weight": part for name, part in whole.named_modules() if isinstance(part, nn.Embedding)}
         shapes = {table.weight.shape for table in tables.values()}
@@ -288,7 +288,7 @@ class D9DModule(OptimizedModule):
         return self._spread != self._spread_now and (is_spread or not self.context.is_stock)
 
     def _on_meta(self, infos: Iterable[StageInfo]) -> list[tuple[nn.Module, dict[str, RecordedValue]]]:
-        """Build the stages; return them and what their tensors were given by name."""
+        """Build the stages; return them and the values that their tensors were given, by name."""
         stages, values = [], []
         for info in infos:
             with torch.device("meta"), Recording() as recording:
@@ -322,8 +322,8 @@ class D9DModule(OptimizedModule):
             if stage_places(self._built) != stage_places(infos):
                 before, now = [f"the stages {self._built}", *before], [f"{infos} on this rank", *now]
             raise ConfigError(
-                f"{type(self).__name__} holds the weights for {', '.join(before)} of an earlier run, but this run has "
-                f"{', '.join(now)}, and cannot make {first_of(missing)} of them; give it a new module, and a "
+                f"{type(self).__name__} holds the weights for {', '.join(before)} of an earlier run. This run has "
+                f"{', '.join(now)}, and cannot build {first_of(missing)} from them. Give it a new module, and a "
                 "checkpoint of the earlier run as ckpt_path"
             )
         for stage in stages:
@@ -344,13 +344,13 @@ class D9DModule(OptimizedModule):
 
     @property
     def seed_of_weights(self) -> int | None:
-        """The seed that initial weights follow from; None where `load_pretrained` may load others."""
+        """The seed that determines initial weights; None if `load_pretrained` may load others."""
         if type(self).load_pretrained is not D9DModule.load_pretrained and getattr(self, "pretrained", "") is not None:
             return None
         return self.context.seed_of_job
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what `CheckpointConfig(trainable_only=True)` left out; call it where you override it."""
+        """Add the parameters that `CheckpointConfig(trainable_only=True)` left out; an override must call it."""
         if BASE in checkpoint:
             check_base(checkpoint[BASE], self, self.seed_of_weights, "the checkpoint")
             add_frozen(checkpoint, self)
@@ -370,22 +370,22 @@ class D9DModule(OptimizedModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Load as Lightning does, from a file or a directory; a directory is read whole, to the CPU. Not collective.
+        """Load like Lightning, from a file or a directory; a directory is read whole, to the CPU. Not collective.
 
-        The object is of this class, whatever the checkpoint says. Nothing that it names is imported.
-        Dataclasses, enums and tuples that the command line saved are made as `__init__` is annotated. Other objects are
-        to be given.
+        The object is always of this class, even if the checkpoint names another. Nothing that it names is imported.
+        Dataclasses, enums and tuples that the command line saved are built as `__init__` is annotated. Other objects
+        must be passed.
 
         Args:
             checkpoint_path: A file or a checkpoint directory.
             map_location: For files.
             hparams_file: For files.
-            strict: All names must be the same in the module and the checkpoint; by default as the module has it.
+            strict: Whether all names must be the same in the module and the checkpoint; by default the module decides.
             weights_only: For files: False lets them run code and name classes. A directory never does.
-            kwargs: Arguments of `__init__`, in place of the saved ones.
+            kwargs: Arguments of `__init__`, which override the saved ones.
 
         Raises:
-            StateError: A saved argument does not fit, or is an object that is to be given.
+            StateError: A saved argument does not fit, or is an object that must be passed.
         """
         if not isinstance(checkpoint_path, str | Path) or not is_directory(checkpoint_path):
             if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
@@ -403,12 +403,12 @@ class D9DModule(OptimizedModule):
         return cast(Self, _load_state(cls, values, strict=strict, **kwargs, **NEVER_IMPORTS))
 
     def on_stages_built(self) -> None:
-        """Called once after the stages have their initial weights: before those of a checkpoint, if there is one."""
+        """Called once after the stages have their initial weights: before those of a checkpoint are loaded."""
 
     def load_pretrained(self) -> None:
         """Called once on all ranks after `on_stages_built`; load pretrained weights here.
 
-        Under `D9DStrategy` it is left out in a run that begins with a checkpoint (`ckpt_path`) of all parameters.
+        Under `D9DStrategy` it is skipped in a run that begins with a checkpoint (`ckpt_path`) of all parameters.
         """
 
     def check_overrides(self) -> None:
@@ -437,11 +437,11 @@ class D9DModule(OptimizedModule):
             )
 
     def forward(self, batch: Any) -> Any:
-        """Return the output of the whole model for a batch, as `microbatch_loss` takes it; with gradients.
+        """Return the output of the whole model for a batch, in the form for `microbatch_loss`; with gradients.
 
-        For a module that this process has all of: after `load_from_checkpoint`, a run without pipeline, context and
-        tensor parallelism, or `configure_model()`. The batch is on the module's device, and is not cut. Collective over
-        the ranks that shard the weights, if there are some.
+        The whole module must be in this process: after `load_from_checkpoint`, a run without pipeline, context and
+        tensor parallelism, or `configure_model()`. The batch must be on the module's device, and is not split.
+        Collective over the ranks that shard the weights, if any do.
 
         Raises:
             ConfigError: The stages are not built yet, or this rank has a part of them, or of the sequences.
@@ -449,7 +449,7 @@ class D9DModule(OptimizedModule):
         name = type(self).__name__
         if len(self.stages) == 0:
             raise ConfigError(
-                f"the stages of {name} are built when a Trainer starts; call configure_model() to have them before"
+                f"the stages of {name} are built when a Trainer starts; call configure_model() to build them earlier"
             )
         mesh = self._spread[0]
         shares_sequences = mesh.tensor_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
@@ -480,22 +480,22 @@ class D9DModule(OptimizedModule):
         return loss
 
     def _watch_optimizer(self) -> None:
-        """Under a stock strategy; again with each batch, as each fit has its own optimizer."""
+        """Watch the optimizer under a stock strategy; again with each batch, because each fit has its own."""
         if self._step_hook is not None:
             self._step_hook.remove()
         for optimizer in self.trainer.optimizers:  # one, or none
             self._step_hook = optimizer.register_step_post_hook(lambda *_: self.on_after_optimizer_step(None))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Run one batch and log `val_loss`. `D9DStrategy` calls `evaluation` by itself."""
+        """Run one batch and log `val_loss`. `D9DStrategy` calls `evaluation` directly."""
         return self._evaluate(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Evaluate a batch as `validation_step` does, and log `test_loss`."""
+        """Evaluate a batch like `validation_step`, and log `test_loss`."""
         return self._evaluate(batch, "test")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Run a batch as `validation_step` does, and return its `predict_output`."""
+        """Run a batch like `validation_step`, and return its `predict_output`."""
         if self.evaluation is not None:
             return self.evaluation.predict(batch)
         return self.predict_output(self._output_of(self.prepare_batch(batch)))
@@ -516,12 +516,12 @@ class D9DModule(OptimizedModule):
 
     @property
     def makes_loss(self) -> bool:
-        """True where `microbatch_loss` is called for the batch that runs: it needs labels, say."""
+        """True if `microbatch_loss` is called for the current batch, which then needs labels, for example."""
         return not (self._without_loss or self._trainer is None or self.trainer.predicting)
 
     @contextmanager
     def without_loss(self) -> Generator[None]:
-        """While open, `makes_loss` is false."""
+        """Make `makes_loss` False inside the block."""
         before, self._without_loss = self._without_loss, True
         try:
             yield
@@ -529,15 +529,15 @@ class D9DModule(OptimizedModule):
             self._without_loss = before
 
     def count_rows(self, batch: Any) -> int:
-        """Count the rows of a batch that is to be split by rows.
+        """Count the rows of a batch that will be split by rows.
 
         Raises:
-            ConfigError: Its tensors have no rows in common.
+            ConfigError: Its tensors have no common number of rows.
         """
         return self._rows.count(batch)
 
     def rows_of(self, microbatch: Any) -> int | None:
-        """Rows of a microbatch, the weight of a mean; None for forms without rows, such as packed sequences."""
+        """Return the rows of a microbatch, the weight of a mean; None without rows, as for packed sequences."""
         try:
             return self._rows.count(microbatch, strict=False)
         except ConfigError:
@@ -545,10 +545,10 @@ class D9DModule(OptimizedModule):
 
     @contextmanager
     def schedule_running(self) -> Generator[None]:
-        """While open, `self.log` is refused: microbatch hooks run at different moments on different ranks.
+        """Refuse `self.log` inside the block: microbatch hooks run at different moments on different ranks.
 
         Raises:
-            ConfigError: A torchmetrics metric was updated in a hook that runs on the last stage's ranks alone.
+            ConfigError: A torchmetrics metric was updated in a hook that runs only on the ranks of the last stage.
         """
         with no_metric_updated(self) if self.pipeline.group is not None else nullcontext():
             self._in_schedule = True
@@ -567,10 +567,10 @@ class D9DModule(OptimizedModule):
         """Log the loss and the metrics of a batch of evaluation.
 
         Lightning sums each value times its weight over batches and ranks, and divides by the summed weights at the end
-        of the epoch. So the result is exact however tokens are spread.
+        of the epoch. So the result is exact for any distribution of tokens.
 
         Returns:
-            The means by name, the loss first, and "weight", what the loss was divided by.
+            The means by name, the loss first, and "weight", the divisor of the loss.
         """
         result = {"weight": weights[0]}
         for name, mean, weight in zip(names, means, weights, strict=True):
@@ -587,7 +587,7 @@ class D9DModule(OptimizedModule):
         return result
 
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Log as Lightning does, but not inside microbatch hooks, where ranks are at different points of the schedule.
+        """Log like Lightning, but not inside microbatch hooks, where ranks are at different points of the schedule.
 
         Raises:
             ConfigError: Called inside a microbatch hook.

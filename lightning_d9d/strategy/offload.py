@@ -10,7 +10,7 @@ from lightning_d9d.parallel.fsdp import fully_sharded
 
 
 def move(module: nn.Module, device: torch.device, *, offloads: bool) -> None:
-    """Move a module to a device, in place, but for fully sharded parameters if those stay in the host's memory."""
+    """Move a module to a device, in place, except fully sharded parameters that stay in the host's memory."""
     stays = fully_sharded(module) if offloads else set()
     if not stays:
         module.to(device)

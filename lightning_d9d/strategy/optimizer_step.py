@@ -1,4 +1,4 @@
-"""Optimizer steps, skipped where gradients are useless, with as few host syncs as the optimizer allows."""
+"""Optimizer steps, which are skipped if gradients are unusable, with as few host syncs as the optimizer allows."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ _HOOKS_ON_GRADIENTS = (
     "optimizer_step",
 )
 _SCALAR_DTYPES = {torch.float32, torch.bfloat16}
-"""Sums over many tokens overflow in float16, and a float32 factor would round float64 gradients."""
+"""Dtypes of sums that must be wider: sums over many tokens overflow in float16, and a float32 factor would round
+float64 gradients."""
 
 
 class OptimizerStep:
-    """Steps optimizers, or skips and counts.
+    """Steps optimizers, or skips steps and counts them.
 
     Optimizers that take `found_inf` (torch's fused ones) skip on the device. For others the host reads one flag a step.
-    It does so for a first step, too: fused SGD would leave its momentum uninitialized if the device skipped that.
+    It does so for a first step, too, because fused SGD would leave its momentum uninitialized if the device skipped
+    that step.
 
     Args:
-        device: Where the flags are.
+        device: Device of the flags.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,9 +51,9 @@ class OptimizerStep:
         """Call `optimizer.step(**kwargs)` unless `skip`.
 
         Args:
-            optimizer: Any; with a factor one that `takes_scalars`.
+            optimizer: Any optimizer; with a factor one that `takes_scalars`.
             skip: A bool on the device, equal on every rank. None: never.
-            factor: Multiply the gradients by it, a float32 on the device, as they are read.
+            factor: Factor by which gradients are multiplied as they are read, a float32 on the device.
             kwargs: For `step`.
         """
         on_device = skip is not None and self.skips_on_device(optimizer)
@@ -68,7 +70,7 @@ class OptimizerStep:
         self._has_stepped = True
 
     def skips_on_device(self, optimizer: Optimizer) -> bool:
-        """Return whether the next step of the optimizer looks on the device whether it is left out."""
+        """Return whether the next step of the optimizer decides on the device whether it is skipped."""
         return takes_scalars(optimizer) and self._has_stepped
 
     @property
@@ -79,11 +81,11 @@ class OptimizerStep:
 
 @contextmanager
 def scalars(optimizer: Optimizer, found_inf: Tensor | None, factor: Tensor | None = None) -> Generator[None]:
-    """Open around a step that reads from the device whether it is skipped, and what gradients are multiplied by.
+    """Make a step read from the device whether it is skipped, and the factor of gradients, inside the block.
 
     Args:
-        optimizer: Any; one that `takes_scalars` unless both others are None.
-        found_inf: The step is skipped unless it is 0.
+        optimizer: Any optimizer; one that `takes_scalars` unless both others are None.
+        found_inf: The step is skipped unless this is 0.
         factor: A float32.
     """
     if found_inf is not None or factor is not None:
@@ -101,20 +103,20 @@ def check_steps_once(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{type(optimizer).__name__} runs its closure several times a step; a D9DModule's schedule runs once, and "
-            "skip_nonfinite looks at gradients once: choose an optimizer whose step() works without a closure, or a "
+            f"{type(optimizer).__name__} runs its closure several times a step. A D9DModule's schedule runs once, and "
+            "skip_nonfinite looks at gradients once. Choose an optimizer whose step() works without a closure, or a "
             "plain LightningModule without skip_nonfinite"
         )
 
 
 def leaves_gradients_alone(module: L.LightningModule) -> bool:
-    """Return whether no module, Trainer or callback looks at gradients between backward and step, or clips values."""
+    """Return whether no module, Trainer or callback reads gradients between backward and step, or clips values."""
     trainer: Any = module.trainer
     return trainer.gradient_clip_algorithm != "value" and not hooks_on_gradients(module)
 
 
 def hooks_on_gradients(module: L.LightningModule) -> list[str]:
-    """Return the names of hooks, of the module and of callbacks, that may look at gradients before a step."""
+    """Return the names of hooks, of the module and of callbacks, that may read gradients before a step."""
     trainer: Any = module.trainer
     watchers = [(module, L.LightningModule), *((callback, L.Callback) for callback in trainer.callbacks)]
     return [
@@ -135,14 +137,14 @@ def check_parameter_groups(optimizer: Optimizer) -> None:
         batched = group.get("fused") or group.get("foreach") or (group.get("foreach", False) is None and not on_cpu)
         if batched:
             raise ConfigError(
-                f"a group of {type(optimizer).__name__} has plain parameters and DTensors (experts on several ranks, "
-                "say), which its fused and foreach steps do not take together: give it "
-                "lightning_d9d.optim.parameter_groups(module, weight_decay), or foreach=False"
+                f"a group of {type(optimizer).__name__} has plain parameters and DTensors, such as experts on several "
+                "ranks. Fused and foreach steps cannot mix them: use lightning_d9d.optim.parameter_groups(module, "
+                "weight_decay), or foreach=False"
             )
 
 
 def takes_scalars(optimizer: Optimizer) -> bool:
-    """Return whether its `step` reads a divisor of gradients, and whether to skip, from `grad_scale`, `found_inf`."""
+    """Return whether its `step` divides gradients by `grad_scale`, and skips the update if `found_inf` says so."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     return supports and all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded group may not be
 
@@ -153,12 +155,12 @@ def may_defer_scaling(
     parameters: Iterable[nn.Parameter],
     plugin: Precision,
 ) -> bool:
-    """Return whether optimizers can take division and clipping as a factor, without anybody noticing. Local.
+    """Return whether optimizers can take division and clipping as a factor, without visible effect. Local.
 
     Args:
-        module: Attached to a Trainer, whose callbacks are asked too.
+        module: Module attached to a Trainer, whose callbacks are checked, too.
         optimizers: The module's.
-        parameters: What they train.
+        parameters: Parameters that they train.
         plugin: Clips gradients.
     """
     return (

@@ -1,4 +1,4 @@
-"""Optimizers of a module from its settings: classes that a configuration or a caller names."""
+"""Optimizers of a module from its settings: classes named by a configuration or a caller."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_d9d.optim.settings import LRSchedulerFactory, NamedParameters, Op
 
 
 class OptimizedModule(L.LightningModule):
-    """A LightningModule that takes its optimizer as a setting, and may have one of its own.
+    """A LightningModule whose optimizer is a setting, or its own.
 
     A subclass names its parameters (`named_for_optimizer`). It may give `default_optimizer` and `default_lr_scheduler`.
     """
 
     optimizer_settings: OptimizerSettings | None = None
-    """Trains this module instead of `default_optimizer`; see `use_optimizer`."""
+    """Settings of the optimizer that replaces `default_optimizer`; see `use_optimizer`."""
 
     def use_optimizer(
         self,
@@ -33,16 +33,16 @@ class OptimizedModule(L.LightningModule):
         lr_scheduler: LRSchedulerFactory | None = None,
         parameter_groups: Sequence[ParameterGroup] | None = None,
     ) -> None:
-        """Let an optimizer of these settings train the module. Local, before a run.
+        """Train the module with an optimizer from these settings. Local, before a run.
 
         Args:
-            optimizer: Makes it of parameter groups; None leaves the module's own.
+            optimizer: Makes the optimizer from parameter groups; None keeps the module's own.
             lr_scheduler: Makes its schedule, which is stepped with it. A `PiecewiseLR` gets the steps of the run.
-            parameter_groups: Parameters with settings of their own, by patterns of their names.
+            parameter_groups: Parameters with separate settings, by patterns of their names.
 
         Raises:
-            ConfigError: The optimizer is missing beside the others, or the module's class makes its own, or was given
-                arguments for that.
+            ConfigError: The optimizer is missing although others are given, or the module's class makes its own, or got
+                arguments for it.
         """
         given = {"lr_scheduler": lr_scheduler, "parameter_groups": parameter_groups}
         name = type(self).__name__
@@ -50,7 +50,7 @@ class OptimizedModule(L.LightningModule):
             for setting, value in given.items():
                 if value:
                     raise ConfigError(
-                        f"`{setting}` of {name} has no effect without `optimizer`; give that, such as AdamW with lr"
+                        f"`{setting}` of {name} has no effect without `optimizer`; set that, such as AdamW with lr"
                     )
             return
         if type(self).configure_optimizers is not OptimizedModule.configure_optimizers:
@@ -60,7 +60,7 @@ class OptimizedModule(L.LightningModule):
         if beside := self.arguments_of_default_optimizer():
             values = ", ".join(f"{argument}={value!r}" for argument, value in beside.items())
             raise ConfigError(
-                f"{values} of {name} has no effect beside `optimizer`, which has settings of its own; give them to "
+                f"{values} of {name} has no effect beside `optimizer`, which has its own settings; set them in "
                 "`optimizer` or `lr_scheduler`, or leave `optimizer` out"
             )
         self.optimizer_settings = OptimizerSettings(optimizer, lr_scheduler, tuple(parameter_groups or ()))
@@ -70,10 +70,10 @@ class OptimizedModule(L.LightningModule):
         return {}
 
     def default_optimizer(self) -> Optimizer:
-        """Build the optimizer that trains the module where no settings say otherwise. Local.
+        """Build the optimizer that trains the module if no settings are given. Local.
 
         Raises:
-            ConfigError: The module has none.
+            ConfigError: The module has no default optimizer.
         """
         raise ConfigError(
             f"{type(self).__name__} has no optimizer; give `optimizer` a class with settings, such as AdamW with lr "
@@ -81,11 +81,13 @@ class OptimizedModule(L.LightningModule):
         )
 
     def default_lr_scheduler(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler | None:
-        """Build the schedule of the default optimizer, which is stepped with it; None: its learning rate stays. Local.
+        """Build the schedule of the default optimizer, which is stepped with it; None keeps the learning rate constant.
+
+        Local.
 
         Args:
-            optimizer: What `default_optimizer` made.
-            total_steps: Optimizer steps of the whole run; None: it has no end.
+            optimizer: Result of `default_optimizer`.
+            total_steps: Optimizer steps of the whole run; None if it has no end.
         """
         return None
 
@@ -93,28 +95,28 @@ class OptimizedModule(L.LightningModule):
         """Build the schedule of the settings, or the default one; None: there is none. Local.
 
         Args:
-            optimizer: The one that is scheduled.
-            total_steps: Optimizer steps of the whole run; None: it has no end.
+            optimizer: The scheduled optimizer.
+            total_steps: Optimizer steps of the whole run; None if it has no end.
 
         Raises:
-            ConfigError: The schedule does not fit into the run, or needs to know its steps.
+            ConfigError: The schedule does not fit into the run, or needs the number of its steps.
         """
         settings = self.optimizer_settings
         make = self.default_lr_scheduler if settings is None else settings.make_lr_scheduler
         return make(optimizer, total_steps)
 
     def learning_rates(self, total_steps: int) -> list[float]:
-        """Return the learning rate of each optimizer step of a run, without one. Local.
+        """Return the learning rate of each optimizer step of a run, without running it. Local.
 
         Args:
             total_steps: Optimizer steps of the run.
 
         Raises:
-            ConfigError: The schedule does not fit into the run, or is known in a run only.
+            ConfigError: The schedule does not fit into the run, or is known only in a run.
         """
         if type(self).configure_optimizers is not OptimizedModule.configure_optimizers:
             raise ConfigError(
-                f"{type(self).__name__}.configure_optimizers makes the schedule, which is known in a run only; give "
+                f"{type(self).__name__}.configure_optimizers makes the schedule, which is known only in a run; give "
                 "`lr_scheduler` a class with settings instead"
             )
         settings = self.optimizer_settings
@@ -127,7 +129,7 @@ class OptimizedModule(L.LightningModule):
         raise NotImplementedError(f"{type(self).__name__} must implement named_for_optimizer()")
 
     def make_optimizer(self) -> Optimizer:
-        """Build the optimizer of the settings, or the default one, for the parameters that there are now. Local.
+        """Build the optimizer of the settings, or the default one, for the current parameters. Local.
 
         Raises:
             ConfigError: Settings do not fit the module.
@@ -152,7 +154,7 @@ class OptimizedModule(L.LightningModule):
 
 
 def first_names(state: Mapping[str, Any]) -> dict[nn.Parameter, str]:
-    """Return the names of the parameters in a state dict with variables; the first one of those that have several."""
+    """Return the names of the parameters in a state dict with variables; the first name of those that have several."""
     names: dict[nn.Parameter, str] = {}
     for name, value in state.items():
         if isinstance(value, nn.Parameter):
@@ -171,12 +173,14 @@ def _metric_of(scheduler: ReduceLROnPlateau) -> str:
 
 
 def optimizer_steps(trainer: L.Trainer) -> int | None:
-    """Count the optimizer steps of a whole fit, those before a resume included. Collective, as it may set up data.
+    """Count the optimizer steps of a whole fit, including those before a resume.
 
-    Accumulation may change with the epoch. Callbacks and limits of time that end a fit earlier are not foreseen.
+    Collective, because it may set up data.
+
+    Accumulation may change with the epoch. Callbacks and time limits that end a fit earlier are not considered.
 
     Returns:
-        The number, equal on all ranks, or None if the fit has no end that is known.
+        The number, equal on all ranks, or None if the fit has no known end.
     """
     limit = None if trainer.max_steps == -1 else trainer.max_steps
     if trainer.max_epochs in (-1, None):

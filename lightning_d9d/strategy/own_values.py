@@ -1,4 +1,4 @@
-"""Files beside a checkpoint: what each rank of replicas that mix has of its own."""
+"""Files beside a checkpoint, with the values of each rank of replicas that mix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from lightning_d9d.mesh.sharding import local
 
 
 class OwnValues:
-    """The file of one rank. A checkpoint has the mean of all replicas; with these files each goes on from its own.
+    """The file of one rank.
+
+    A checkpoint has the mean of all replicas; with these files each resumes from its own values.
 
     Args:
         path: The checkpoint.
@@ -30,8 +32,8 @@ class OwnValues:
         """Write the file. Local.
 
         Args:
-            round_of: What the checkpoint says of the round.
-            tensors: In an order that is the same each time.
+            round_of: Information of the checkpoint about the round.
+            tensors: Tensors, always in the same order.
         """
         system, folder = fsspec.core.url_to_fs(self.folder)
         system.makedirs(folder, exist_ok=True)
@@ -42,7 +44,7 @@ class OwnValues:
         system.mv(f"{path}.part", path)
 
     def fit(self, round_of: Mapping[str, Any], num_replicas: int, num_ranks: int) -> bool:
-        """Return whether the file is there, of this step, and of as many replicas and ranks. Local."""
+        """Return whether the file exists, for this step and for as many replicas and ranks. Local."""
         if (round_of["num_replicas"], round_of["num_ranks"]) != (num_replicas, num_ranks):
             return False
         system, path = fsspec.core.url_to_fs(self.path)
@@ -52,17 +54,17 @@ class OwnValues:
         """Overwrite tensors by those in the file. Local.
 
         Args:
-            tensors: In the order in which they were saved.
+            tensors: Tensors, in the order in which they were saved.
 
         Raises:
-            StateError: The file has others.
+            StateError: The file has other tensors.
         """
         values: list[Tensor] = self._read()["tensors"]
         shapes = [[(each.shape, each.dtype) for each in some] for some in (values, map(local, tensors))]
         if shapes[0] != shapes[1]:
             raise StateError(
-                f"{self.path!r} has {len(values)} tensors of another model or mesh; remove the folder "
-                f"{self.folder!r} to go on from the mean of all replicas"
+                f"{self.path!r} has {len(values)} tensors of another model or mesh; remove the folder {self.folder!r} "
+                "to continue from the mean of all replicas"
             )
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
@@ -74,18 +76,18 @@ class OwnValues:
                 return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         except Exception as error:
             raise StateError(
-                f"{self.path!r} cannot be read ({type(error).__name__}); remove the folder {self.folder!r} to go on "
+                f"{self.path!r} cannot be read ({type(error).__name__}); remove the folder {self.folder!r} to continue "
                 "from the mean of all replicas"
             ) from error
 
 
 def folder_of(path: str | Path) -> str:
-    """Return where the files beside a checkpoint are. Local."""
+    """Return the folder of the files beside a checkpoint. Local."""
     return f"{str(path).rstrip('/')}.replicas"
 
 
 def remove_beside(path: str | Path) -> None:
-    """Remove the files beside a checkpoint. Local; nothing where there are none."""
+    """Remove the files beside a checkpoint. Local; does nothing if there are none."""
     system, folder = fsspec.core.url_to_fs(folder_of(path))
     if system.exists(folder):
         system.rm(folder, recursive=True)

@@ -1,9 +1,9 @@
-"""Batches whose tokens had no room in the memory of experts' ranks are computed again, so no token is lost.
+"""Batches whose tokens do not fit into the memory of experts' ranks are computed again, so no token is lost.
 
-[Note: computed again] How many tokens come to a rank is known on its device alone (`PeerDispatch`). So the host asks
-once, when it has launched all of a batch, whether a rank had too many. Then gradients are dropped, and the batch is run
-by all-to-all, before anything is stepped. Losses and metrics are those of the second run. Random numbers go on, so
-dropout draws others. Tokens of experts are counted once.
+[Note: computed again] Only the device of a rank knows how many tokens come to the rank (`PeerDispatch`). So when the
+host has launched all of a batch, it asks once whether a rank had too many. In that case gradients are dropped, and the
+batch is run by all-to-all, before any step. Losses and metrics are then those of the second run. Random numbers
+continue, so dropout draws others. Tokens of experts are counted only once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lightning_d9d.waits import waiting
 
 
 class PeerBatches:
-    """Knows whether a batch must be computed again. [Note: computed again].
+    """Decides whether a batch must be computed again. See [Note: computed again].
 
     Args:
-        module: With its stages built.
-        device: Of this rank.
+        module: Module with its stages built.
+        device: Device of this rank.
     """
 
     def __init__(self, module: D9DModule, device: torch.device) -> None:
@@ -45,18 +45,18 @@ class PeerBatches:
         """Begin a batch. Local.
 
         Raises:
-            ConfigError: Gradients of several batches are added up, so those of one cannot be dropped.
+            ConfigError: Gradients of several batches are summed, so those of one cannot be dropped.
         """
         if accumulated_batches > 1:
             raise ConfigError(
                 f"ParallelConfig.expert_dispatch='peer' with accumulate_grad_batches={accumulated_batches}: a batch "
-                "whose tokens have no room is computed again without its gradients. Use larger batches and "
+                "whose tokens do not fit is computed again without its gradients. Use larger batches and "
                 "D9DStrategy(microbatch_size=...), or 'all_to_all'"
             )
         self._counted = [counter.clone() for counter in self._counters]
 
     def overflowed(self) -> bool:
-        """Return whether tokens of the batch had no room on any rank. Collective over all ranks; the host waits.
+        """Return whether tokens of the batch did not fit on any rank. Collective over all ranks; the host waits.
 
         Raises:
             RuntimeError: A rank did not write its tokens in time.
@@ -73,12 +73,12 @@ class PeerBatches:
             for exchange in self._exchanges:
                 if (failures := exchange.failures()) is not None:
                     exchange.check(int(failures))
-            raise RuntimeError("expert_dispatch='peer': ranks waited in vain for tokens of another one")
+            raise RuntimeError("expert_dispatch='peer': ranks did not receive the tokens of another rank in time")
         return bool(overflow)
 
     @contextmanager
     def by_all_to_all(self) -> Generator[None]:
-        """Open around the second run of a batch; afterwards there is more memory. Collective over all ranks."""
+        """Run a batch by all-to-all inside the block; afterwards there is more memory. Collective over all ranks."""
         if self.num_repeated == 0:
             logger.warning(
                 "expert_dispatch='peer': tokens of a batch had no room in the memory of experts' ranks, so it is "

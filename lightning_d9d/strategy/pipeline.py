@@ -1,4 +1,4 @@
-"""A rank's place in the pipeline: which stages it has, and how it reaches the ranks that have the others."""
+"""A rank's place in the pipeline: its stages, and its connections to the ranks with the other stages."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Pipeline:
 
     Args:
         schedule: Places stages and makes programs.
-        mesh: Of several ranks; links are made here then, so this is collective over all of them. None for one process.
-        device: Where messages go.
-        layers: For each stage the layers it is to have; None lets modules split themselves.
+        mesh: Mesh of several ranks; links are then made, so this is collective over all of them. None for one process.
+        device: Device of messages.
+        layers: The layers of each stage; None lets modules split themselves.
 
     Raises:
-        ScheduleError: The schedule gives a rank no stage, or places one on a rank that is not there.
+        ScheduleError: The schedule gives a rank no stage, or places one on a rank that does not exist.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pipeline:
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:
-        """Return the place of one rank with one stage."""
+        """Return the place of a single rank with one stage."""
         return cls(OneForwardOneBackward(), None, device)
 
     def executor(
@@ -102,7 +102,7 @@ class Pipeline:
         forward_context: Callable[[], AbstractContextManager],
         before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
     ) -> Executor:
-        """Make what runs programs over this rank's stages.
+        """Make the executor of programs over this rank's stages.
 
         Args:
             hooks: The module's microbatch hooks.
@@ -125,7 +125,7 @@ class Pipeline:
 
     @property
     def stages(self) -> list[StageInfo]:
-        """This rank's, ascending."""
+        """This rank's stages, ascending."""
         return [
             StageInfo(index, len(self.placement), None if self.layers is None else self.layers[index])
             for index in self.schedule.stages_of(self.rank, self.num_ranks)
@@ -133,11 +133,11 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The pipeline rank on which losses are made."""
+        """The pipeline rank that computes losses."""
         return self.placement[-1]
 
     def num_taken(self, num_microbatches: int) -> int:
-        """Return the least number from this one on that the schedule takes; this one if none near is."""
+        """Return the smallest supported number of microbatches from this one on; this one if there is none near."""
         counts = range(num_microbatches, num_microbatches + 4 * self.num_ranks)
         return next((n for n in counts if self.schedule.takes(self.num_ranks, n)), num_microbatches)
 
@@ -145,11 +145,11 @@ class Pipeline:
         """Check that the stages together are the model of one process. Collective over the pipeline.
 
         Args:
-            names: Of the parameters of each of this rank's stages, as `configure_stage` built them.
+            names: Names of the parameters of each of this rank's stages, as `configure_stage` built them.
             whole: Returns the names of the parameters of a model of one stage.
 
         Raises:
-            ConfigError: Every stage is the whole model, or together they lack parameters or have others.
+            ConfigError: Every stage is the whole model, or together they lack parameters or have additional ones.
         """
         if len(self.placement) == 1:
             return
@@ -162,7 +162,7 @@ class Pipeline:
         if of_stages[0] and all(stage == of_stages[0] for stage in of_stages):
             raise ConfigError(
                 f"each of the {len(of_stages)} stages has the whole model, on the pipeline ranks 0 to "
-                f"{self.num_ranks - 1}: all have the parameters {first_of(of_stages[0])}, which would be trained as "
+                f"{self.num_ranks - 1}. All have the parameters {first_of(of_stages[0])}, which would be trained as "
                 f"one. {remedy}; or set MeshConfig.pipeline_parallel to 1"
             )
         have, wanted = {name for stage in of_stages for name in stage}, set(whole())
@@ -175,12 +175,12 @@ class Pipeline:
         }
         found = [f"{what} {first_of(sorted(names))}." for what, names in differences.items() if names]
         raise ConfigError(
-            f"the {len(of_stages)} stages together are not the model that configure_stage builds as one stage. "
+            f"the {len(of_stages)} stages together differ from the model that configure_stage builds as one stage. "
             f"{' '.join(found)} {remedy}"
         )
 
     def begin_epoch(self) -> None:
-        """Expect other messages: callbacks may have frozen or unfrozen layers between epochs. Local."""
+        """Expect new schemas: callbacks may have frozen or unfrozen layers between epochs. Local."""
         if self.messages is not None:
             self.messages.forget()
 
@@ -247,7 +247,7 @@ def _placement(schedule: Schedule, num_ranks: int) -> tuple[int, ...]:
     if {*placement} != {*range(num_ranks)}:
         raise ScheduleError(
             f"{type(schedule).__name__} places its {len(placement)} stages on the ranks {list(placement)} of a "
-            f"pipeline of {num_ranks}; give each of the ranks 0 to {num_ranks - 1}, and no other, at least one"
+            f"pipeline of {num_ranks}. Place at least one on each of the ranks 0 to {num_ranks - 1}, and none elsewhere"
         )
     return placement
 

@@ -1,4 +1,4 @@
-"""Precision: which plugins the strategy takes, and how they clip."""
+"""Precision: Precision plugins that the strategy supports, and how they clip."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from lightning_d9d.loop.patches import Patches
 
 _WORKING = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 _EXCHANGING = (BitsandbytesPrecision, TransformerEnginePrecision)
-"""They put layers of their own into a module, which nobody shards or cuts into stages."""
+"""Plugins that put layers of their own into a module; no code shards these or splits them into stages."""
 _REMEDY = "use precision='bf16-mixed', 'bf16-true', '32-true' or '64-true'"
 
 
 def check_precision(plugin: Precision, *, is_d9d: bool) -> None:
     """Raise `ConfigError` for a plugin of Lightning's that is not known to work, and for one that scales the loss.
 
-    Those of other strategies do not work, nor does a loss scaler, which cannot follow microbatches and stages. A user's
-    own subclass of a class that works is taken.
+    Plugins of other strategies do not work, and nor does a loss scaler, which cannot follow microbatches and stages. A
+    user's own subclass of a supported class is accepted.
 
     Args:
         plugin: The plugin.
-        is_d9d: Whether it is for a `D9DModule`. Plain modules may have their layers exchanged.
+        is_d9d: Whether it is for a `D9DModule`. The layers of plain modules may be exchanged.
     """
     working = _WORKING if is_d9d else (*_WORKING, *_EXCHANGING)
     for cls in type(plugin).__mro__:
         is_of_lightning = issubclass(cls, Precision) and cls.__module__.split(".")[0] == "lightning"
         if is_of_lightning and cls not in working:
             raise ConfigError(
-                f"the precision plugin {cls.__name__} is not for {'a D9DModule' if is_d9d else 'D9DStrategy'}, which "
-                f"works with {', '.join(each.__name__ for each in working)} and their subclasses; {_REMEDY}"
+                f"the precision plugin {cls.__name__} does not support {'a D9DModule' if is_d9d else 'D9DStrategy'}, "
+                f"which works with {', '.join(each.__name__ for each in working)} and their subclasses; {_REMEDY}"
             )
     if getattr(plugin, "scaler", None) is not None or plugin.precision == "16-mixed":
         raise ConfigError(f"precision={plugin.precision!r} scales the loss, which D9DStrategy does not; {_REMEDY}")
@@ -58,10 +58,10 @@ def step_context(plugin: Precision, kind: str) -> AbstractContextManager:
 
 
 def clip_by(patches: Patches, plugin: Precision, by_norm: Callable[..., Any], by_value: Callable[..., Any]) -> None:
-    """Let the Trainer's plugin clip gradients in another way in this run; a user's own way stays. Local.
+    """Replace how the Trainer's plugin clips gradients in this run; a user's own way stays. Local.
 
     Args:
-        patches: Those of the run.
+        patches: The patches of the run.
         plugin: The plugin.
         by_norm: As `Precision.clip_grad_by_norm`.
         by_value: As `Precision.clip_grad_by_value`.

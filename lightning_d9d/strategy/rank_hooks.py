@@ -1,4 +1,4 @@
-"""Answers what Lightning asks a strategy about ranks and devices, by `JobRanks`."""
+"""Answers Lightning's questions about ranks and devices, through `JobRanks`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class RankHooks(ParallelStrategy):
-    """The face of `D9DStrategy` towards Lightning for ranks, devices and collectives.
+    """The interface of `D9DStrategy` to Lightning for ranks, devices and collectives.
 
     Args:
         ranks: Knows them.
@@ -36,7 +36,10 @@ class RankHooks(ParallelStrategy):
     """Attributes that a copy shares: processes and hooks of a run, which cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy a strategy, or share what is of the run. A Trainer may be copied at any time, also in a run."""
+        """Copy a strategy, but share everything that belongs to the run.
+
+        A Trainer may be copied at any time, also during a run.
+        """
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         state = cast(dict[str, Any], self.__getstate__())  # without what Lightning makes again
@@ -56,9 +59,9 @@ class RankHooks(ParallelStrategy):
 
     @property
     def mesh(self) -> MeshDomains:
-        """The mesh domains of this run. Modules and callbacks find them from `setup` on.
+        """The mesh domains of this run. Modules and callbacks can use them from `setup` on.
 
-        With one process nothing is built, and no process group made, before it is asked for here.
+        With one process, no mesh or process group is made until it is requested here.
         """
         self.ranks.device = self.root_device
         return self.ranks.mesh
@@ -86,12 +89,12 @@ class RankHooks(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True if there are several ranks; Lightning reduces logged values, and injects samplers, then."""
+        """True if there are several ranks; Lightning then reduces logged values, and injects samplers."""
         return self.num_nodes * self.num_processes > 1
 
     @property
     def global_rank(self) -> int:
-        """This process's number among all."""
+        """The global rank of this process."""
         return super().global_rank if self.is_distributed else 0
 
     @property
@@ -121,7 +124,7 @@ class RankHooks(ParallelStrategy):
         return self.ranks.backend
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero functions who this process is."""
+        """Set this process's ranks in the cluster environment and in Lightning's rank-zero functions."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -143,17 +146,17 @@ class RankHooks(ParallelStrategy):
         return self.ranks.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:
-        """Reduce a tensor in place, as `JobRanks.reduce`. Collective over all ranks, or `group`."""
+        """Reduce a tensor in place, like `JobRanks.reduce`. Collective over all ranks, or `group`."""
         return self.ranks.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decide so or, without `all`, any. Collective over all ranks."""
+        """Return whether all ranks decide True or, without `all`, any rank does. Collective over all ranks."""
         return self.ranks.agree(decision, all)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device, on a GPU from pinned memory by `BatchCopies`. Local.
+        """Move a batch to the device, on a GPU from pinned memory through `BatchCopies`. Local.
 
-        A module or data module that has a `transfer_batch_to_device` of its own moves it itself.
+        A module or data module with its own `transfer_batch_to_device` moves it itself.
         """
         device = device or self.root_device
         if device.type == "cuda" and not moves_itself(*self._owners_of_hooks):
@@ -161,9 +164,9 @@ class RankHooks(ParallelStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def copier_ahead(self) -> Callable[[Any], None] | None:
-        """Return what begins to copy a batch that has been read ahead; None where that would be in vain. Local.
+        """Return a function that begins to copy a batch that has been read ahead; None if that is useless. Local.
 
-        So it is without a GPU, and where a module or data module moves batches or changes them first.
+        It is useless without a GPU, and if a module or data module moves batches or changes them first.
         """
         owners = self._owners_of_hooks
         if self.root_device.type != "cuda" or moves_itself(*owners) or changes_first(*owners):
@@ -178,9 +181,9 @@ class RankHooks(ParallelStrategy):
         return module, getattr(trainer, "datamodule", None)
 
     def teardown(self) -> None:
-        """End a run as Lightning does, but leave a D9DModule and the states of its optimizers on their device. Local.
+        """End a run like Lightning, but leave a D9DModule and the states of its optimizers on their device. Local.
 
-        Lightning moves both to the host's memory. That takes a minute for 60 GB, and ranks of a node share that memory.
+        Lightning moves both to the host's memory. Moving 60 GB takes a minute, and ranks of a node share that memory.
         """
         if self.ranks.device.type == "cuda":
             BatchCopies.to(self.ranks.device).forget()

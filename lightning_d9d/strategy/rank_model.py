@@ -1,4 +1,4 @@
-"""The model of a run as this rank has it: equal to others' copies, tied to others' stages, sharded in units."""
+"""The model of a run on this rank: equal to copies on other ranks, tied to their stages, sharded in units."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightning_d9d.strategy.tied import TiedParameters
 
 
 class RankModel:
-    """Keeps a module in step with the copies of it on other ranks, from the setup of a run to its end.
+    """Keeps a module synchronised with its copies on other ranks, from the setup of a run to its end.
 
-    Making one is collective over all ranks: parameters and buffers start equal.
+    Making it is collective over all ranks: parameters and buffers start equal.
 
     Args:
         model: This rank's module, on its device.
         names: The names of its parameters.
         mesh: The mesh of several ranks; None for one process.
         stage_group: The ranks that hold the same stages; None for all.
-        data_group: The ranks over which batches are split, where not all do: metrics are summed over them.
+        data_group: The ranks over which batches are split, if not all: metrics are summed over them.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class RankModel:
                 self._replicas.group_metrics(data_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankModel:
-        """Groups of ranks are of one run; copies of its Trainer share them."""
+        """Return this object: groups of ranks belong to one run, and copies of its Trainer share them."""
         return self
 
     def mark_buffers_stale(self) -> None:
-        """Note that a step was taken: buffers such as running means differ now. Local."""
+        """Record that a step was taken: buffers such as running means then differ. Local."""
         if self._replicas is not None:
             self._replicas.mark_buffers_stale()
 
@@ -68,7 +68,7 @@ class RankModel:
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
-        """Open around forwards without a backward: sharded units must not wait for one."""
+        """Run forwards without a backward inside the block: sharded units must not wait for one."""
         try:
             yield
         except BaseException:

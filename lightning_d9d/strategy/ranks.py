@@ -1,4 +1,4 @@
-"""Which ranks a job has and how they meet: process groups, mesh, timeouts, collectives."""
+"""The ranks of a job and how they join: process groups, mesh, timeouts, collectives."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ T = TypeVar("T")
 
 
 _REPORT_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
-"""Signals that mean nothing else to ranks, but for those that a job is put back into a queue with."""
+"""Signals that have no other meaning for ranks, except those that requeue a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeoutConfig:
-    """How long ranks wait for each other, and where they report who keeps them waiting."""
+    """How long ranks wait for each other, and where they report the rank for which others wait."""
 
     init_seconds: float = 1800
     """Timeout of collectives until the first optimizer step of a run is done: ranks may start, load and compile at
     different speeds."""
 
     step_seconds: float = 300
-    """Timeout of collectives from then on. Raise it where one rank works alone for longer, on a checkpoint say."""
+    """Timeout of collectives from then on. Raise it if one rank works alone for longer, for example on a checkpoint."""
 
     shutdown_seconds: float = 5
     """How long ranks have to stop together after Ctrl-C, SIGTERM or another rank's failure before each is ended. Raise
-    it where a checkpoint must be finished first."""
+    it if a checkpoint must be finished first."""
 
     groups_seconds: float = 120
-    """How long ranks that have met may need to make their process groups. Then the job ends, and those that are not
-    ready are named."""
+    """How long ranks that have joined may take to make their process groups. After it the job ends, and the ranks that
+    are not ready are named."""
 
     report_signal: str | None = "SIGUSR2"
-    """The signal on which ranks write a [report](../how-to/debug-a-hang.md) of where all are, and go on; None for none.
-    One rank has to get it."""
+    """The signal on which ranks write a [report](../how-to/debug-a-hang.md) of where all are, and continue; None for
+    none. It is enough if one rank receives it."""
 
     report_directory: str | None = None
-    """Where reports are written, also those of ranks that waited for too long; by default the Trainer's
-    `default_root_dir`. All nodes must see it."""
+    """The directory of reports, also of those after too long a wait; by default the Trainer's `default_root_dir`. All
+    nodes must see it."""
 
     def __post_init__(self) -> None:
         for name in ("init_seconds", "step_seconds", "shutdown_seconds", "groups_seconds"):
@@ -69,18 +69,18 @@ class TimeoutConfig:
 
 
 _BLIND_TO_COPIES = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
-"""Operations whose result is the same whether equal copies of a value take part once or equally often."""
+"""Operations whose result does not change if equal copies of a value take part equally often."""
 
 
 class JobRanks:
-    """The ranks of a job, as this one of them knows them.
+    """The ranks of a job, from the viewpoint of one of them.
 
-    Before `place` there is one.
+    Before `place` there is only one.
 
     Args:
         mesh: Parallel degrees.
         timeouts: Limits for collectives.
-        backend: "gloo", "nccl", ...; None: the one for the device.
+        backend: "gloo", "nccl", ...; None chooses the one for the device.
         apart: Whether replicas mix their weights: the mesh is then that of one replica.
     """
 
@@ -102,11 +102,11 @@ class JobRanks:
         self._seed: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JobRanks:
-        """Share the process groups with a copy, as they cannot be copied."""
+        """Share the process groups with a copy, because they cannot be copied."""
         return copy.copy(self)
 
     def place(self, rank: int, world_size: int) -> None:
-        """Note who this process is. Local."""
+        """Record the ranks of this process. Local."""
         self.rank, self.world_size = rank, world_size
 
     @property
@@ -115,11 +115,11 @@ class JobRanks:
         return self._backend or _get_default_process_group_backend_for_device(self.device)
 
     def join(self, environment: ClusterEnvironment, num_nodes: int) -> None:
-        """Join the process group, if this process is in none yet. Collective; nothing for one process.
+        """Join the process group, if this process has not joined one yet. Collective; does nothing for one process.
 
         Args:
-            environment: Knows where the ranks meet.
-            num_nodes: The nodes of the job.
+            environment: Environment that knows where the ranks join.
+            num_nodes: Number of nodes of the job.
         """
         if self.world_size > 1 and not dist.is_initialized():
             choose_network_interface(num_nodes)
@@ -135,7 +135,7 @@ class JobRanks:
             guard_native_threads()
 
     def spread(self) -> None:
-        """Build the mesh and agree on a seed. Collective; nothing for one process."""
+        """Build the mesh and agree on a seed. Collective; does nothing for one process."""
         if self.world_size > 1:
             is_whole = self.dp_size == self.world_size
             self.data_group = dist.group.WORLD if is_whole else self.mesh.group_of_replicas(Axis.DP)
@@ -143,7 +143,7 @@ class JobRanks:
             self._seed = self.broadcast(torch.initial_seed())
 
     def close(self) -> None:
-        """Forget the mesh, and give groups that stay their first timeout back. Local."""
+        """Forget the mesh, and restore the first timeout of groups that stay. Local."""
         mesh, self._mesh, self.data_group = self._mesh, None, None
         if mesh is not None:
             if self._has_step_timeout:
@@ -153,14 +153,14 @@ class JobRanks:
 
     @property
     def seed(self) -> int:
-        """The seed of the job, equal on all ranks: rank 0's, as `seed_everything` or torch has set it."""
+        """The seed of the job, equal on all ranks: rank 0's, as set by `seed_everything` or torch."""
         return torch.initial_seed() if self._seed is None else self._seed
 
     # The mesh
 
     @property
     def mesh(self) -> MeshDomains:
-        """The mesh domains, of one replica where they are apart. With one process nothing is built before.
+        """The mesh domains, of one replica if replicas are apart. With one process nothing is built earlier.
 
         Raises:
             ConfigError: The ranks have not joined.
@@ -178,12 +178,12 @@ class JobRanks:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas that are apart; 1 where gradients are summed over all ranks."""
+        """The number of separate replicas; 1 if gradients are summed over all ranks."""
         return self.config.resolve(self.world_size).data_parallel_replicate if self._apart else 1
 
     @property
     def mesh_of_several(self) -> MeshDomains | None:
-        """The mesh domains; None for one process, and for a replica of one process that is apart."""
+        """The mesh domains; None for one process, and for a separate replica of one process."""
         return self.mesh if self.world_size > self.num_replicas else None
 
     @property
@@ -203,7 +203,7 @@ class JobRanks:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """The coordinates of this rank in the mesh, data ranks of all replicas counted."""
+        """The coordinates of this rank in the mesh, with data ranks counted over all replicas."""
         mesh = self.mesh
         if self.num_replicas == 1:
             return mesh.coordinates
@@ -215,7 +215,7 @@ class JobRanks:
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other stages; None where this rank has all of them."""
+        """The ranks that hold the other stages; None if this rank has all of them."""
         return self.mesh.group(Axis.PP) if self.size(Axis.PP) > 1 else None
 
     @property
@@ -233,10 +233,10 @@ class JobRanks:
     # Timeouts
 
     def set_step_timeout(self) -> bool:
-        """Let ranks wait for `step_seconds`, from the end of the first optimizer step on. Local.
+        """Make ranks wait for `step_seconds`, from the end of the first optimizer step on. Local.
 
         Returns:
-            Whether it changed.
+            True if the limit changed.
         """
         if self._has_step_timeout or self.world_size == 1:
             return False
@@ -260,14 +260,14 @@ class JobRanks:
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:
-        """Reduce a tensor in place; other values return as they are. Collective over all ranks, or `group`.
+        """Reduce a tensor in place; other values are returned unchanged. Collective over all ranks, or `group`.
 
         A mean, a maximum or a minimum is over all ranks and equal on all of them. Ranks that hold equal copies, such as
         those of a pipeline, do not change it. A sum counts each data rank once: it is over the ranks among which
         batches are split. The mean of integers is a new tensor of floats.
 
         Args:
-            tensor: Equal shapes and dtypes on all ranks.
+            tensor: Tensor with equal shapes and dtypes on all ranks.
             group: Another process group.
             reduce_op: "mean" (or "avg"), another operation's name such as "sum", or a `ReduceOp`.
         """
@@ -286,6 +286,6 @@ class JobRanks:
         return tensor.copy_(mean) if mean.dtype == tensor.dtype else mean
 
     def agree(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decide so or, without `all`, any. Collective over all ranks."""
+        """Return whether all ranks decide True or, without `all`, any rank does. Collective over all ranks."""
         flag = torch.tensor(int(decision), device=self.device)
         return bool(self.reduce(flag, reduce_op="min" if all else "max"))

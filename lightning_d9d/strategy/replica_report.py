@@ -1,4 +1,4 @@
-"""Numbers of replicas that mix: exchanged at a step that logs, and logged at the next one."""
+"""Numbers of replicas that mix: exchanged at a step that logs, and logged at the next such step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LOSSES = ("train_loss", "loss")
 
 
 class ReplicaReport:
-    """Logs the mean and the most over replicas, late: nobody waits for another replica.
+    """Logs the mean and the maximum over replicas, late, so that no replica waits for another.
 
     Args:
         ranks: The ranks of the job.
-        group: The ranks at this one's place in all replicas.
-        clock: Adds up the waits for edges.
+        group: The ranks at this rank's place in all replicas.
+        clock: Clock of waits for edges.
     """
 
     def __init__(self, ranks: JobRanks, group: dist.ProcessGroup, clock: WaitClock) -> None:
@@ -35,12 +35,14 @@ class ReplicaReport:
         """The distance of this replica to the mean of all, when that was taken last: logged with the next report."""
 
     def exchange(self, module: L.LightningModule, squared_distance: Tensor | None, norm: Tensor | None) -> None:
-        """Log what was exchanged last, and begin to exchange this step's. Collective over replicas, without waiting.
+        """Log the numbers of the last exchange, and begin to exchange those of this step.
+
+        Collective over replicas, without waiting.
 
         Args:
             module: Logs.
-            squared_distance: This rank's, to the mean of the edge.
-            norm: The norm of the replica's gradients; None: it is unknown.
+            squared_distance: Distance of this rank from the mean of the edge.
+            norm: The norm of the replica's gradients; None if it is unknown.
         """
         self._log(module)
         metrics = module.trainer.callback_metrics
@@ -70,7 +72,7 @@ class ReplicaReport:
         return squared
 
     def end(self) -> None:
-        """Wait for what is under way. Collective over replicas."""
+        """Wait for the pending exchange. Collective over replicas."""
         for work in self._works:
             work.wait()
         self._works = []

@@ -1,4 +1,4 @@
-"""Replicas of a module have initial values, buffers and metrics in common, besides gradients."""
+"""Keeps initial values, buffers and metrics of replicas of a module in common, besides gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Replicas:
         make_replicas_equal(tensors)
 
     def mark_buffers_stale(self) -> None:
-        """Note that a step was taken: buffers such as running means differ now. Local."""
+        """Record that a step was taken: buffers such as running means then differ. Local."""
         self._buffers_are_stale = self._has_buffers
 
     def sync_buffers(self) -> None:
@@ -46,22 +46,25 @@ class Replicas:
             self._buffers_are_stale = False
 
     def group_metrics(self, data_ranks: dist.ProcessGroup | None) -> None:
-        """Let torchmetrics sum over data ranks: others read the same samples, and must not count them twice. Local."""
+        """Make torchmetrics sum only over data ranks: others read the same samples, which must not count twice.
+
+        Local.
+        """
         for metric in self.module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
                 metric.process_group = data_ranks
                 self._grouped_metrics.append(metric)
 
     def close(self) -> None:
-        """Leave metrics as they were. Local."""
+        """Restore the metrics. Local."""
         while self._grouped_metrics:
             self._grouped_metrics.pop().process_group = None
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite what is not sharded by the first rank's. Collective."""
+        """Overwrite tensors that are not sharded by the first rank's. Collective."""
         first = 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
         broadcast_tensors((tensor for tensor in tensors if not isinstance(tensor, DTensor)), self.group, first)
 
     def __deepcopy__(self, memo: object) -> Replicas:
-        """Copies of a Trainer share it."""
+        """Return this object: copies of a Trainer share it."""
         return self

@@ -28,11 +28,11 @@ class ReportSchema(NamedTuple):
 
 
 class Reports:
-    """Turns the totals of batches of one kind into tensors that ranks add up by position.
+    """Converts the totals of batches of one kind to tensors that ranks add up by position.
 
     Args:
-        kind: "train", "val", ...
-        pipeline: This rank's place. Losses are made where the last stage is.
+        kind: Kind of batches: "train", "val", ...
+        pipeline: This rank's place in the pipeline. Losses are computed on the ranks of the last stage.
         group: Ranks that add up values of this kind by position; None for this pipeline alone.
     """
 
@@ -48,7 +48,7 @@ class Reports:
         Collective over the pipeline and the group for the first batch.
 
         Args:
-            totals: Empty but where the last stage is; there, too, for a dummy batch.
+            totals: Totals, which are empty except on the last stage; also empty there for a dummy batch.
 
         Returns:
             The schema, and `[1 + metrics, 2]`, value sums and weights, the loss first. They are float64, in which
@@ -56,7 +56,7 @@ class Reports:
             pipeline makes them equal.
 
         Raises:
-            ConfigError: The batch does not report what the first one did, or what other ranks do.
+            ConfigError: The batch reports other values than the first one, or than other ranks.
         """
         ours = None
         if totals.loss is not None:
@@ -69,8 +69,8 @@ class Reports:
             return schema, torch.zeros(1 + len(schema.metrics), 2, dtype=torch.float64, device=self.pipeline.device)
         if ours != schema:
             raise ConfigError(
-                f"a {self.kind} batch gave {ours}, the first one {schema}; return the same names and the same kind of "
-                "loss for every microbatch: WeightedLoss(0, 0) where there is nothing to count"
+                f"a {self.kind} batch returned {ours}, but the first one returned {schema}. Return the same names and "
+                "the same kind of loss for every microbatch: WeightedLoss(0, 0) if it counts nothing"
             )
         assert totals.loss is not None
         pairs = [totals.loss, *(totals.metrics[name] for name in schema.metrics)]
@@ -84,7 +84,7 @@ def _agreed(schema: ReportSchema | None, group: dist.ProcessGroup | None) -> Rep
     for theirs in of_ranks:
         if theirs not in (first, None):
             raise ConfigError(
-                f"the first batch gave {first} on a rank and {theirs} on another. Return the same names on every "
-                "rank: WeightedLoss(0, 0) where there is nothing to count"
+                f"the first batch returned {first} on a rank and {theirs} on another. Return the same names on every "
+                "rank: WeightedLoss(0, 0) if it counts nothing"
             )
     return first

@@ -1,4 +1,4 @@
-"""The state of a module and its optimizers in checkpoints, by the names that one process gives them."""
+"""The state of a module and its optimizers in checkpoints, by the names of one process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_d9d.strategy.sharding import is_sharded
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """A module and its optimizers on this rank, as a checkpoint sees them."""
+    """The state of a module and its optimizers on this rank in checkpoints."""
 
     module: L.LightningModule
     """The module."""
     state_dict: Callable[..., Mapping[str, Any]]
     """The module's."""
     pipeline: dist.ProcessGroup | None
-    """The ranks that hold the other stages; None where this rank has all of them."""
+    """The ranks that hold the other stages; None if this rank has all of them."""
     is_spread: bool
     """True if ranks hold parts of the model."""
     is_directory: bool
@@ -37,7 +37,8 @@ class RunState:
     scheduled: Sequence[int | None] = ()
     """For each scheduler, the index of its optimizer."""
     order_of_pipeline: Callable[[], Sequence[str]] = list
-    """Returns the names of all stages' parameters, in the order of one process that has them all; in a pipeline."""
+    """Returns the names of all stages' parameters, in the order of one process that has all of them; used in a
+    pipeline."""
 
     @classmethod
     def of(
@@ -54,7 +55,7 @@ class RunState:
             module: This rank's.
             ranks: The ranks of the job.
             mode: As in `CheckpointConfig`.
-            optimizers: The module's, if it trains.
+            optimizers: The module's optimizers, if it trains.
             schedulers: Of these.
         """
         sharded = is_sharded(module)
@@ -73,7 +74,7 @@ class RunState:
 
     @cached_property
     def names(self) -> dict[nn.Parameter, str]:
-        """The names of this rank's parameters; the first one of a parameter that has several."""
+        """The names of this rank's parameters; the first name of a parameter that has several."""
         return first_names(self.state_dict(keep_vars=True))
 
     @property
@@ -82,10 +83,11 @@ class RunState:
         return [*(self.names.values() if self.pipeline is None else self.order_of_pipeline())]
 
     def take_out(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return this rank's tensors and named values, whose entries leave the checkpoint. Local.
+        """Return this rank's tensors and named values, and remove their entries from the checkpoint. Local.
 
         Args:
-            checkpoint: Lightning's, with the module's state dict; with "optimizer_states" where optimizers are saved.
+            checkpoint: Lightning's checkpoint, with the module's state dict; with "optimizer_states" if optimizers are
+                saved.
         """
         state = {f"{MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}

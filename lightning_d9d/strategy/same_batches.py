@@ -1,4 +1,4 @@
-"""Ranks that share batches must read the same ones."""
+"""Checks that ranks which share batches read the same ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_d9d.pipeline.trees import take_apart
 
 
 class SameBatches:
-    """Compares the first batch of each kind over the ranks that are to read the same.
+    """Compares the first batch of each kind over the ranks that must read the same.
 
     Args:
-        readers: These ranks; None where there is one.
+        readers: These ranks; None if there is only one.
     """
 
     def __init__(self, readers: dist.ProcessGroup | None) -> None:
@@ -26,11 +26,11 @@ class SameBatches:
         """Compare hashes, if this is the first batch of its kind. Collective over the readers.
 
         Args:
-            kind: "train", "val", ...
+            kind: Kind of the batch: "train", "val", ...
             batch: This rank's.
 
         Raises:
-            ConfigError: The batches differ; on all of these ranks.
+            ConfigError: The batches differ; raised on all of these ranks.
         """
         if self.readers is None or kind in self._compared:
             return
@@ -38,6 +38,6 @@ class SameBatches:
         if len(set(all_gather_object(digest(take_apart(batch)[0]), self.readers))) > 1:
             raise ConfigError(
                 f"rank {dist.get_rank()}: ranks {dist.get_process_group_ranks(self.readers)} read different first "
-                f"{kind} batches, but each runs a part of the same one. Let data depend on the data-parallel rank "
-                "alone (strategy.distributed_sampler_kwargs), and seed what is shuffled alike on all ranks"
+                f"{kind} batches, but each runs a part of the same one. Make data depend only on the data-parallel "
+                "rank (strategy.distributed_sampler_kwargs), and use the same seed for shuffling on all ranks"
             )

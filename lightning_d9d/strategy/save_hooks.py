@@ -1,4 +1,4 @@
-"""Hooks of Lightning about what writes checkpoints, and about those that are there."""
+"""Hooks of Lightning for writing checkpoints, and for existing ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_d9d.strategy.ranks import JobRanks
 
 
 class SaveHooks(MixingHooks):
-    """The face of `D9DStrategy` towards Lightning for files of checkpoints.
+    """The interface of `D9DStrategy` to Lightning for files of checkpoints.
 
     Args:
         ranks: The ranks of the job.
-        mixing: How replicas mix their weights; None: they do not.
+        mixing: How replicas mix their weights; None if they do not.
         checkpoints: Saves and loads.
     """
 
@@ -29,7 +29,7 @@ class SaveHooks(MixingHooks):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads files: the Trainer's plugin, or Lightning's own made safe against torn files."""
+        """Writes and reads files: the Trainer's plugin, or Lightning's own with atomic writes."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicFileIO()
         return with_atomic_files(super().checkpoint_io)
@@ -39,15 +39,15 @@ class SaveHooks(MixingHooks):
         self._checkpoint_io = io
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a file or a directory, when what takes its place is there. See `Saves.remove`."""
+        """Remove a file or a directory, once its replacement exists. See `Saves.remove`."""
         self._checkpoints.saves.remove(filepath, self.checkpoint_io)
         if self.mixed is not None and self.global_rank == 0:
             remove_beside(filepath)
 
     def checkpoint_will_exist(self, path: str) -> bool | None:
-        """Return whether a checkpoint is there when all saves are done; see `Saves.will_exist`. Collective."""
+        """Return whether a checkpoint will exist when all saves are done; see `Saves.will_exist`. Collective."""
         return self._checkpoints.saves.will_exist(path)
 
     def finish_saves(self) -> None:
-        """Wait for what is saved in the background; see `Saves.wait`. Local."""
+        """Wait for background saves; see `Saves.wait`. Local."""
         self._checkpoints.saves.wait()

@@ -1,8 +1,8 @@
-"""Arguments of a module as a checkpoint has them: plain values, for which nothing is imported.
+"""Arguments of a module in a checkpoint: plain values, for which nothing is imported.
 
 The command line saves a dataclass as a dict, an enum's member as its name and a tuple as a list. Any other object
-becomes the name of its class with arguments. Lightning hands all of that to jsonargparse, which imports what the file
-names.
+becomes the name of its class with arguments. Lightning passes all of that to jsonargparse, which imports the classes
+that the file names.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from lightning_d9d.optim import ParameterGroup
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 
 _BY_NAME = {collections.abc.Callable, type}
-"""Annotations of values that the command line saves as the place from where they are imported."""
+"""Annotations of values that the command line saves as an import path."""
 _OF_TRAINING = tuple(Union[kind, None] for kind in (OptimizerFactory, LRSchedulerFactory, list[ParameterGroup]))  # noqa: UP007
-"""Annotations of `D9DModule`'s arguments that say how it is trained."""
+"""Annotations of `D9DModule`'s arguments that configure its training."""
 
 
 def build(kind: type, arguments: Mapping[str, Any]) -> Any:
     """Make an object of a class that the caller chose, from arguments of a checkpoint. Local.
 
     Args:
-        kind: The class. Its annotations and those of its bases say which form an argument has.
-        arguments: By name. What the file says of the class is ignored, and so are the classes of optimizers: they are
-            settings of a run.
+        kind: The class. Its annotations and those of its bases determine the form of an argument.
+        arguments: By name. The class in the file is ignored, and so are the classes of optimizers: they are settings of
+            a run.
 
     Raises:
-        StateError: An argument does not fit its annotation, or is an object that only an import would make.
+        StateError: An argument does not fit its annotation, or is an object that would need an import.
     """
     hints: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
@@ -50,16 +50,16 @@ def build(kind: type, arguments: Mapping[str, Any]) -> Any:
 
 
 NEVER_IMPORTS = {"_instantiator": f"{build.__module__}.{build.__qualname__}", "_class_path": None}
-"""Arguments for Lightning's loading, in place of the file's: `build` makes the object, whatever the file says."""
+"""Arguments for Lightning's loading, which replace the file's: `build` makes the object, whatever the file says."""
 
 getattr(saving, "_ALLOWED_INSTANTIATORS", set()).add(NEVER_IMPORTS["_instantiator"])  # before Lightning 2.6.6: any
 
 
 def argument(name: str, annotation: Any, value: Any) -> Any:
-    """Return a plain value in the form of its annotation.
+    """Convert a plain value to the form of its annotation.
 
     Raises:
-        StateError: The value does not fit, or names what would have to be imported.
+        StateError: The value does not fit, or names an object that would have to be imported.
     """
     try:
         return _as_annotated(annotation, value)
@@ -87,7 +87,7 @@ def _as_annotated(annotation: Any, value: Any) -> Any:
     if (isinstance(value, Mapping) and "class_path" in value) or (isinstance(value, str) and {*kinds} & _BY_NAME):
         raise StateError("nothing is imported for a checkpoint")
     if any(map(dataclasses.is_dataclass, kinds)):
-        raise StateError(f"{annotation} is wanted")
+        raise StateError(f"{annotation} is expected")
     return value
 
 

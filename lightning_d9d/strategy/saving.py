@@ -1,4 +1,4 @@
-"""Saving checkpoints: a file or a directory, at once, in the background, or when an accumulation window ends."""
+"""Saves checkpoints: a file or a directory, at once, in the background, or when an accumulation window ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.weights import gathered_on_first
 
 _REQUEUED = "hpc_ckpt_"
-"""How the names begin of what Lightning saves when SLURM puts a job back into the queue."""
+"""Prefix of the names of Lightning's saves when SLURM requeues a job."""
 _WITHOUT_GRADIENTS = "inside of an accumulation window, whose gradients are not saved"
 
 Mode = Literal["auto", "sharded", "consolidated"]
@@ -44,25 +44,25 @@ class CheckpointConfig:
     mode: Mode = "auto"
     """The form of a checkpoint.
 
-    - `"sharded"`: a directory, to which each rank writes what it holds.
+    - `"sharded"`: a directory, to which each rank writes its own part.
     - `"consolidated"`: Lightning's own file, written by rank 0. All stages and shards are gathered to its host, tensor
       by tensor.
     - `"auto"`: the file for a plain LightningModule without sharded tensors, else the directory.
     """
 
     asynchronous: bool = False
-    """Training goes on, in `fit`, as soon as what is saved has been copied to the host's memory.
+    """Continue training, in `fit`, as soon as the saved state has been copied to the host's memory.
 
-    Each rank copies as much as it holds of model and optimizer. Files are written in the background. A checkpoint
-    appears, and the one that it replaces is removed, when it is complete. What goes wrong is raised by the next save,
-    or at the end of `fit`, which waits.
+    Each rank copies its part of model and optimizer. Files are written in the background. A checkpoint appears, and the
+    one that it replaces is removed, when it is complete. A failure is raised by the next save, or at the end of `fit`,
+    which waits.
     """
 
     trainable_only: bool = False
-    """Frozen parameters are left out, beside buffers and all that is trained.
+    """Leave frozen parameters out; buffers and trained parameters are saved.
 
-    A run that goes on needs their base: the same `pretrained`, or the seed of initial weights, which the checkpoint
-    names. [Note: base] in `lightning_d9d.strategy.trained_only`."""
+    A resumed run needs their base: the same `pretrained`, or the seed of initial weights, which the checkpoint names.
+    See [Note: base] in `lightning_d9d.strategy.trained_only`."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -72,13 +72,13 @@ class CheckpointConfig:
 
 
 class Saves:
-    """The saves of a run, and the removals of what they replace.
+    """The saves of a run, and the removals of checkpoints that they replace.
 
-    Between `open` and `close` they wait for the end of an accumulation window and, if so configured, go on in the
-    background. Otherwise they are done at once.
+    Between `open` and `close` saves wait for the end of an accumulation window and, if configured, run in the
+    background. Otherwise they run at once.
 
     Args:
-        config: Whether they go on in the background.
+        config: Whether they run in the background.
         ranks: The ranks of the job.
     """
 
@@ -93,16 +93,16 @@ class Saves:
         """The checkpoint from which the run can go on."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Saves:
-        """Threads and what they write are of one run; copies of its Trainer share them."""
+        """Return this object: threads and files belong to one run, and copies of its Trainer share them."""
         return self
 
     def open(self, patches: Patches, trainer: L.Trainer, window_is_open: Callable[[], bool]) -> None:
         """Defer saves to the end of accumulation windows, and save in the background if configured. Collective.
 
         Args:
-            patches: Those of the run.
-            trainer: The Trainer, that is going to fit.
-            window_is_open: Whether there are gradients for which no step was taken.
+            patches: The patches of the run.
+            trainer: A Trainer that is going to fit.
+            window_is_open: Returns whether there are gradients without an optimizer step.
         """
         self._deferred = DeferredSaves(patches, trainer, window_is_open)
         if self._config.asynchronous:
@@ -113,16 +113,16 @@ class Saves:
             self._background = BackgroundSaver(group)
 
     def wait(self) -> None:
-        """Wait for what is saved in the background. Local.
+        """Wait for background saves. Local.
 
         Raises:
-            StateError: A save has failed; on every rank.
+            StateError: A save has failed; raised on every rank.
         """
         if self._background is not None:
             self._background.wait()
 
     def end_training(self) -> None:
-        """Save what waits, also in a window that stays open, and wait for it."""
+        """Make all deferred saves, also in a window that stays open, and wait for them."""
         if self._deferred is not None and self._deferred.are_waiting:
             rank_zero_warn(f"training ends {_WITHOUT_GRADIENTS}")
             self._deferred.is_open = lambda: False
@@ -133,7 +133,7 @@ class Saves:
         """Finish, and save at once from now on. Local.
 
         Args:
-            raises: Raise what went wrong in a save; else that is a warning.
+            raises: Whether to raise an error of a save; otherwise it is a warning.
 
         Raises:
             StateError: A save has failed.
@@ -152,7 +152,10 @@ class Saves:
             rank_zero_warn(str(error))
 
     def will_exist(self, path: str | Path) -> bool | None:
-        """Return whether a checkpoint is there when all saves are done; None if none is waiting for it. Collective."""
+        """Return whether a checkpoint will exist when all saves are done; None if no save is waiting for its path.
+
+        Collective.
+        """
         found = None if self._deferred is None else self._deferred.will_exist(path)
         if found is None and self._background is not None:
             found = self._ranks.broadcast(self._background.will_exist(path))  # ranks have not finished at the same time
@@ -160,20 +163,20 @@ class Saves:
 
     @property
     def is_inside_of_window(self) -> bool:
-        """True if gradients have been accumulated with which no step was taken; the same on all ranks."""
+        """True if gradients have been accumulated without an optimizer step; the same on all ranks."""
         return self._deferred is not None and self._deferred.is_open()
 
     def defer(self, again: Callable[[], object], path: str | Path, *, weights_only: bool, must_save: bool) -> bool:
         """Inside of an accumulation window, save at its end: gradients are not saved. Local.
 
         Args:
-            again: Puts the checkpoint together once more, and saves it.
+            again: Assembles the checkpoint again, and saves it.
             path: Where.
-            weights_only: Whether it is to be trained on.
+            weights_only: Whether a fit may resume from it.
             must_save: Whether the run is over, so that the window never ends.
 
         Returns:
-            Whether it was deferred.
+            True if it was deferred.
         """
         if self._deferred is None or not self.is_inside_of_window:
             return False
@@ -196,21 +199,21 @@ class Saves:
         """Save a file or a directory. Collective.
 
         Args:
-            checkpoint: What Lightning and the ranks have put together; it is changed.
-            path: Where; equal on all ranks.
-            storage_options: For the plugin that writes a file.
+            checkpoint: Checkpoint that Lightning and the ranks have assembled; it is changed.
+            path: Path; equal on all ranks.
+            storage_options: Options for the plugin that writes a file.
             state: The module and its optimizers.
-            io: Writes a file.
+            io: Function that writes a file.
 
         Raises:
-            StateError: The checkpoint could not be written; on every rank.
-            ConfigError: A directory takes no storage options.
+            StateError: The checkpoint could not be written; raised on every rank.
+            ConfigError: Storage options are given for a directory, which does not support them.
         """
         if not state.is_directory:
             whole = self._gathered(checkpoint, path, state) if state.is_spread else checkpoint
             self._save_file(whole, path, storage_options, io)
         elif storage_options is not None:
-            raise ConfigError(f"storage_options={storage_options!r}: a checkpoint directory takes none")
+            raise ConfigError(f"storage_options={storage_options!r}: a checkpoint directory does not support them")
         else:
             tensors, named_values = state.take_out(checkpoint)
             if self._background is None:
@@ -250,15 +253,15 @@ class Saves:
         return whole
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
-        """Remove a file or a directory, a directory so that no part of it is left under its name.
+        """Remove a file or a directory; no part of a directory is left under its name.
 
-        Where saves wait or go on in the background, after those: what takes its place must be there. If it cannot be
-        removed, that is a warning: nothing is lost, and this rank alone knows of it. The others wait for it in the next
-        save.
+        If saves are deferred or run in the background, it is removed after them: its replacement must exist. If it
+        cannot be removed, a warning is logged: nothing is lost, and only this rank knows. The other ranks would wait
+        for it in the next save.
 
         Args:
-            path: Where it is.
-            io: Removes a file.
+            path: Path of the checkpoint.
+            io: Function that removes a file.
         """
         if self._deferred is not None and self._deferred.are_waiting:
             self._deferred.add(functools.partial(self.remove, path, io), path, exists=False)

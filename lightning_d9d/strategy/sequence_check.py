@@ -1,4 +1,4 @@
-"""The first look at stages that get parts of sequences: `lightning_d9d.parallel.probe` on what a batch gives them."""
+"""The first check of stages that get parts of sequences: `lightning_d9d.parallel.probe` with the inputs of a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from lightning_d9d.strategy.module import D9DModule
 
 
 class SequenceCheck:
-    """Checks that stages and hooks take parts of sequences, where ranks share them: once in training and evaluation.
+    """Checks that stages and hooks support parts of sequences, if ranks share them.
+
+    It checks once in training and once in evaluation.
 
     Args:
         module: The module with its stages built and on their device.
@@ -37,11 +39,11 @@ class SequenceCheck:
         """Probe the stages and hooks with the first microbatch of a mode. Collective over the ranks that share it.
 
         Args:
-            microbatch: This rank's tokens.
+            microbatch: Microbatch with this rank's tokens.
             forward_context: The precision context of a forward.
 
         Raises:
-            ConfigError: A module or hook mixes or counts the tokens of its own rank; on all of these ranks. See
+            ConfigError: A module or hook mixes or counts the tokens of its own rank; raised on all of these ranks. See
                 `probe`.
         """
         axis = self._token_axis(microbatch)
@@ -100,7 +102,7 @@ class SequenceCheck:
         return make_loss
 
     def _token_axis(self, microbatch: Any) -> TokenAxis | None:
-        """Return how to find tokens in what stages compute from a microbatch; None if ranks do not share sequences."""
+        """Return an object that finds tokens in values of a microbatch; None without shared sequences."""
         tokens = self.pipeline.tokens
         if tokens.multiple == 1 or not isinstance(microbatch, Mapping):
             return None

@@ -1,4 +1,4 @@
-"""Says before weights are made or read that a fit cannot fit into a rank's memory, or into that of its host."""
+"""Reports before weights are built or read that a fit cannot fit into a rank's memory, or into that of its host."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _FREEZE_NOTHING = {"lightning_d9d", "lightning", "pytorch_lightning"}
 
 @dataclass(frozen=True)
 class PlannedGradients:
-    """The least that gradients of parameters take which have no storage yet."""
+    """The least memory of gradients of parameters without storage."""
 
     parameters: Sequence[nn.Parameter]
     dtype: torch.dtype | None
-    """The dtype of their sums; None: their own or a wider one."""
+    """The dtype of their sums; None means their own or a wider one."""
     is_settled: bool
     """True if it is known which parameters are trained."""
 
     @property
     def num_bytes(self) -> int:
-        """All gradients at the end of a step; 0 where nobody knows what is trained."""
+        """Size of all gradients at the end of a step; 0 if it is unknown what is trained."""
         if not self.is_settled:
             return 0
         return memory.gradient_bytes(self.parameters, self._narrowest)
 
     @property
     def num_accumulated_bytes(self) -> int:
-        """The same: who accumulates in a wider dtype is not known yet."""
+        """The same size: accumulation in a wider dtype is not known yet."""
         return self.num_bytes
 
     def _narrowest(self, parameter: nn.Parameter) -> torch.dtype:
@@ -58,13 +58,15 @@ class PlannedGradients:
 
 
 class SetupMemory:
-    """Checks the memory of a fit with stages on the meta device. Activations count where the data module says rows.
+    """Checks the memory of a fit with stages on the meta device.
+
+    Activations count if the data module gives the number of rows.
 
     Args:
         settings: The values of `D9DStrategy`'s arguments, by name.
         parallel: The configuration in effect.
         precision: The Trainer's plugin.
-        count: The microbatches of a batch.
+        count: The number of microbatches of a batch.
         device: The rank's.
     """
 
@@ -84,14 +86,14 @@ class SetupMemory:
         self._memory: FitMemory | None = None
 
     def check(self, module: D9DModule, stages: Sequence[nn.Module]) -> None:
-        """Refuse a fit that cannot fit. Collective over all ranks.
+        """Refuse a fit that does not fit into memory. Collective over all ranks.
 
         Args:
-            module: Attached to the Trainer that is about to fit; it has no stages yet.
-            stages: This rank's, on the meta device.
+            module: Module attached to the Trainer that is about to fit; it has no stages yet.
+            stages: This rank's stages, on the meta device.
 
         Raises:
-            ConfigError: A step does not fit on some rank, or its host has too little memory; on every rank.
+            ConfigError: A step does not fit on some rank, or its host has too little memory; raised on every rank.
         """
         trainer: Any = module.trainer
         copies = self._settings["checkpoint"].asynchronous and bool(trainer.checkpoint_callbacks)
@@ -112,7 +114,10 @@ class SetupMemory:
             module.stages = before
 
     def note(self, error: BaseException) -> None:
-        """Add to an error that memory ran out before training what a step needs, and what takes less. Local."""
+        """Add the needs of a step, and settings that take less, to an error that memory ran out before training.
+
+        Local.
+        """
         if self._memory is not None and isinstance(error, torch.OutOfMemoryError):
             error.add_note("memory ran out while the model was made or loaded")
             self._memory.advise(error)
@@ -147,7 +152,7 @@ class SetupMemory:
 
     @staticmethod
     def _optimizers(module: D9DModule) -> list[Optimizer] | None:
-        """Optimizers of the parameters on the meta device; None where a module builds its own."""
+        """Return optimizers of the parameters on the meta device; None if a module builds its own."""
         if type(module).configure_optimizers is not OptimizedModule.configure_optimizers:
             return None
         try:
@@ -156,7 +161,7 @@ class SetupMemory:
             return None
 
     def _shape(self, module: D9DModule) -> BatchShape | None:
-        """Return the shape of each batch, where the data module knows it."""
+        """Return the shape of each batch, if the data module knows it."""
         known = getattr(module.trainer.datamodule, "batch_shape", None)  # type: ignore[attr-defined]
         if known is None:
             return None
@@ -185,7 +190,7 @@ class SetupMemory:
 
 
 def _may_freeze(module: D9DModule) -> bool:
-    """Return whether somebody may freeze parameters later on, which have no gradients and states then."""
+    """Return whether parameters may be frozen later, which then have no gradients and states."""
     hooks = [getattr(type(module), name) for name in ("on_stages_built", "on_fit_start", "on_train_start")]
     own = any(hook.__module__.partition(".")[0] not in _FREEZE_NOTHING for hook in hooks)
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Checks of a module that shards itself, and which of its gradients are still to be summed."""
+"""Checks a module that shards itself, and finds gradients that are still to be summed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_d9d.pipeline.types import StageInfo
 from lightning_d9d.strategy.offload import move
 
 _FIELDS = {Axis.DP_SHARD: "data_parallel_shard", Axis.TP: "tensor_parallel", Axis.EP_SHARD: "expert_parallel"}
-"""Axes over which a module's parameters must lie, and the degrees that they come from."""
+"""Axes over which a module's parameters must be sharded, and the degrees that they come from."""
 _REMEDIES = {
     Axis.DP_SHARD: 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard"))',
     Axis.TP: 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan), or in parallelize_stage of a '
@@ -45,7 +45,7 @@ _REMEDIES = {
 }
 
 _SHARDED_WITH = "_sharded_with"
-"""The attribute in which a block of a plain module keeps the configuration that it was sharded with."""
+"""The attribute in which a block of a plain module keeps the configuration of its sharding."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -54,12 +54,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def stage_places(infos: Iterable[StageInfo]) -> list[tuple[int, int, range | None]]:
-    """Return what tells stages apart: their places in the pipeline, and the layers of each in one of several stages."""
+    """Return values that identify stages: their places in the pipeline, and the layers of each."""
     return [(info.index, info.num_stages, info.layers if info.num_stages > 1 else None) for info in infos]
 
 
 def spread_with(mesh: MeshConfig, parallel: ParallelConfig) -> tuple[MeshConfig, ParallelConfig]:
-    """Return what changes how stages are spread, without what has no effect where no axis shards."""
+    """Return the settings that change how stages are spread, without those that have no effect if no axis shards."""
     plain = MeshConfig(pipeline_parallel=mesh.pipeline_parallel, data_parallel_replicate=mesh.data_parallel_replicate)
     if mesh != plain:
         return mesh, parallel
@@ -80,19 +80,19 @@ def differing(
 
 
 def check_sharding(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None) -> None:
-    """Check that what differs between ranks is a DTensor, and that degrees above 1 are made use of. Collective.
+    """Check that tensors which differ between ranks are DTensors, and that degrees above 1 are used. Collective.
 
-    A plain tensor means a copy: ranks that read the same samples must hold the same values, or a checkpoint would
-    keep one of several. (Ranks that read other samples get rank 0's copy afterwards, as under DDP.)
+    A plain tensor means a copy. Ranks that read the same samples must hold the same values, since a checkpoint would
+    keep only one of several. (Ranks that read other samples get rank 0's copy afterwards, as under DDP.)
 
     Args:
         module: Built.
-        mesh: Of all ranks.
-        group: Of the ranks that hold the same stages; None for all.
+        mesh: Mesh of all ranks.
+        group: Group of the ranks that hold the same stages; None for all.
 
     Raises:
         RankError: Names, shapes, dtypes or placements differ between ranks.
-        ConfigError: The values of a plain tensor differ, or no parameter lies on an axis; on every rank.
+        ConfigError: The values of a plain tensor differ, or no parameter is sharded over an axis; raised on every rank.
     """
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     check_equal_tensors(tensors, group)
@@ -128,13 +128,13 @@ def _check_copies(tensors: Mapping[str, Tensor], mesh: MeshDomains) -> None:
     if difference := first_difference(lines, mesh.group(Axis.CP, Axis.TP)):
         raise ConfigError(
             f"ranks that read the same samples hold different values of a plain tensor: {difference} (ranks of the "
-            f"group of {mesh.rank_name}). What is sharded must be a DTensor; for copies seed all ranks alike "
-            "(seed_everything) before the module is built"
+            f"group of {mesh.rank_name}). Tensors that are sharded must be DTensors; for copies use the same seed on "
+            "all ranks (seed_everything) before the module is built"
         )
 
 
 def make_replicas_equal(tensors: Iterable[Tensor]) -> None:
-    """Overwrite copies of shards with the first one's, along each axis on which a DTensor is replicated. Collective."""
+    """Overwrite copies of shards with the first one, along each axis on which a DTensor is replicated. Collective."""
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -150,7 +150,7 @@ def prepare_blocks(module: nn.Module, parallel: ParallelConfig, mesh: MeshDomain
     """Compile, recompute or capture the blocks of a plain module that `parallel.shard_blocks` names, in place. Local.
 
     Raises:
-        ConfigError: A setting asks for one of these, and `parallel.shard_blocks` is None or names a missing class.
+        ConfigError: One of these is configured, but `parallel.shard_blocks` is None or names a missing class.
     """
     asked = {
         f"recompute={parallel.recompute!r}": ("recompute_activations", parallel.recompute != "none"),
@@ -162,8 +162,8 @@ def prepare_blocks(module: nn.Module, parallel: ParallelConfig, mesh: MeshDomain
         return
     if parallel.shard_blocks is None:
         raise ConfigError(
-            f"ParallelConfig.{' and '.join(names)}: {type(module).__name__} is a plain LightningModule, of which "
-            'nobody knows the blocks; name their classes, as in shard_blocks=["Block"], or call '
+            f"ParallelConfig.{' and '.join(names)}: {type(module).__name__} is a plain LightningModule, whose blocks "
+            'are unknown. Name their classes, as in shard_blocks=["Block"], or call '
             f"lightning_d9d.parallel.{' and '.join(names.values())} in configure_model"
         )
     compile_blocks(module, parallel)
@@ -175,27 +175,27 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
     """Move a plain module to the device and shard the blocks that `parallel.shard_blocks` names, in place. Collective.
 
     Values are rank 0's. Each block is gathered for its forward and again for its backward. Gradients are means over the
-    data ranks, as FSDP2 makes them by itself; what is in no block is replicated. Blocks that an earlier run has sharded
-    stay as they are.
+    data ranks, the default of FSDP2; parameters outside of blocks are replicated. Blocks that an earlier run has
+    sharded stay unchanged.
 
     Raises:
         ConfigError: The module lacks such blocks, no axis shards data, or a block has no values, shares a parameter
-            with another part, or was sharded otherwise.
+            with another part, or was sharded differently.
     """
     over = weight_mesh(mesh)
     if over is None:
         raise ConfigError(
-            f"ParallelConfig.shard_blocks={parallel.shard_blocks} with MeshConfig.data_parallel_shard=1: there is "
-            "nothing to shard over; set data_parallel_shard, such as to -1"
+            f"ParallelConfig.shard_blocks={parallel.shard_blocks} with MeshConfig.data_parallel_shard=1: the mesh has "
+            "no ranks to shard over; set data_parallel_shard, such as to -1"
         )
     configuration = (mesh.config, parallel)
     blocks = blocks_of(module, parallel.shard_blocks)
     apart = separable(module, blocks)
     if tied := [class_name(block) for block in blocks if block not in apart]:
         raise ConfigError(
-            f"ParallelConfig.shard_blocks names {tied[0]}, of which one shares a parameter with another part "
-            "of the module: sharded apart they would be untied. Leave the class out, or name one that contains all "
-            "that share it"
+            f"ParallelConfig.shard_blocks names {tied[0]}, of which one shares a parameter with another part of the "
+            "module: sharding them separately would untie them. Leave the class out, or name one that contains all "
+            "modules which share the parameter"
         )
     for block in blocks:
         if isinstance(block, FSDPModule):
@@ -204,7 +204,7 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
         if any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
             raise ConfigError(
                 f"ParallelConfig.shard_blocks: a {type(block).__name__} is on the meta device, and nothing would give "
-                "it values; build it on the CPU, or shard it in configure_model and give it values there"
+                "it values. Build it on the CPU, or shard it in configure_model and give it values there"
             )
         block.to(device)
         broadcast_tensors([*block.parameters(), *block.buffers()])
@@ -231,7 +231,7 @@ def _check_sharded_alike(block: nn.Module, configuration: tuple[MeshConfig, Para
     if earlier != configuration:
         before, now = differing(earlier, configuration)
         raise ConfigError(
-            f"a {name} is sharded for {', '.join(before)} of an earlier run, but this run has {', '.join(now)}; give "
+            f"a {name} is sharded for {', '.join(before)} of an earlier run, but this run has {', '.join(now)}. Give "
             "it a new module, and a checkpoint of the earlier run as ckpt_path"
         )
 
@@ -239,25 +239,24 @@ def _check_sharded_alike(block: nn.Module, configuration: tuple[MeshConfig, Para
 def not_yet_summed(
     parameters: Iterable[nn.Parameter], mesh: MeshDomains, fully_sharded: set[nn.Parameter]
 ) -> list[nn.Parameter]:
-    """Return the parameters of a plain module whose gradients backward leaves as this data rank's own.
+    """Return the parameters of a plain module whose gradients are this data rank's own after the backward.
 
-    Gradients of DTensors over all data ranks have been summed by what shards them (`fully_shard`), but for experts.
+    Gradients of DTensors over all data ranks have been summed by `fully_shard`, except those of experts.
 
     Args:
-        parameters: Those that get gradients.
-        mesh: Of all ranks.
-        fully_sharded: Those that FSDP2 reduces.
+        parameters: Parameters that get gradients.
+        mesh: Mesh of all ranks.
+        fully_sharded: Parameters that FSDP2 reduces.
 
     Raises:
-        ConfigError: A DTensor lies on other axes only, and there are several data ranks; or experts are fully sharded.
+        ConfigError: A DTensor is only on other axes, and there are several data ranks; or experts are fully sharded.
     """
     left = []
     for parameter in parameters if mesh.dp_size > 1 else ():
         if is_of_experts(parameter) and parameter in fully_sharded:
             raise ConfigError(
-                "experts of a plain LightningModule are spread over ranks and fully sharded: FSDP2 would divide their "
-                "gradients by other ranks than those that their tokens come from. Make it a D9DModule, or leave the "
-                "experts out of fully_shard"
+                "experts of a plain LightningModule are spread over ranks and fully sharded. FSDP2 would divide their "
+                "gradients by the wrong number of ranks. Make it a D9DModule, or leave the experts out of fully_shard"
             )
         if not isinstance(parameter, DTensor) or is_of_experts(parameter):
             left.append(parameter)
@@ -266,7 +265,7 @@ def not_yet_summed(
         ):
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)} is a DTensor on {parameter.device_mesh}, which leaves "
-                f"out some of the data-parallel ranks {sorted(data_ranks)}: nothing would sum its gradient over them. "
+                f"out some of the data-parallel ranks {sorted(data_ranks)}. Nothing would sum its gradient over them. "
                 'Apply fully_shard too, over for_axes("dp_cp_shard") or for_axes("dp_replicate", "dp_cp_shard")'
             )
     return left

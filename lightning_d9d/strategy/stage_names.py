@@ -36,12 +36,12 @@ def add_stage_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -
 
 
 def parameter_names(stage: nn.Module) -> list[str]:
-    """Return all names of a stage's parameters, also those of one parameter that has several."""
+    """Return all names of a stage's parameters, including several names of one parameter."""
     return [name for name, _ in stage.named_parameters(remove_duplicate=False)]
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two entries of a state dict are one tensor."""
+    """Return whether two entries of a state dict are the same tensor."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
     one, other = local(one), local(other)

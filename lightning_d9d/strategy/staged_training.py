@@ -1,4 +1,4 @@
-"""Runs one batch of a fit after another, for a `D9DModule`. The arithmetic is in `train_step.py`."""
+"""Runs the batches of a fit, one after another, for a `D9DModule`. The arithmetic is in `train_step.py`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_d9d.strategy.training import BatchSettings, Training
 
 
 class StagedTraining(Training):
-    """Runs a `TrainStep` where Lightning's hooks are, and logs what it finds.
+    """Runs a `TrainStep` in Lightning's hooks, and logs its results.
 
     Args:
-        train_step: One optimizer step.
-        progress: Shows the loss one step late; None where the host has it at once.
+        train_step: The step.
+        progress: Shows the loss one step late; None if the host has it at once.
         skips_nonfinite: As for `Training`.
-        check_in_backward: Raises `ConfigError` where parameters cannot be updated inside the backward.
+        check_in_backward: Raises `ConfigError` if parameters cannot be updated inside the backward.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StagedTraining(Training):
         self._progress = progress
 
     def begin(self, may_defer: Callable[[], bool]) -> None:
-        """Decide on what a checkpoint may have changed, too: options of the optimizer, callbacks."""
+        """Decide settings that a checkpoint may have changed: options of the optimizer, callbacks."""
         super().begin(may_defer)
         if self._train_step.in_backward is not None:
             self._begin_in_backward(self._train_step.in_backward)
@@ -65,11 +65,11 @@ class StagedTraining(Training):
             )
 
     def finish(self) -> None:
-        """Say what counted nothing in the last batches."""
+        """Report if the last batches counted nothing."""
         self.optimizer_step.empty.finish()
 
     def run(self, own: Callable[[], Any], inputs: Sequence[Any], settings: BatchSettings) -> Tensor:
-        """Run the schedule of a batch. Its gradients wait for `backward`."""
+        """Run the schedule of a batch. Its gradients are kept until `backward`."""
         if self._module.pipeline.batch_report.logs_every_norm and not settings.clips_by_norm:
             settings = replace(settings, logs_norm=True)
         self.settings = settings
@@ -102,7 +102,7 @@ class StagedTraining(Training):
         self._module.log("grad_norm", self._norm, batch_size=1)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure first: the schedule runs once. Then step, or skip."""
+        """Run the closure first, because the schedule runs once. Then step, or skip."""
         result = closure()
         if self.is_idle:
             self._train_step.leave_out()
@@ -111,7 +111,7 @@ class StagedTraining(Training):
         return result
 
     def close(self) -> None:
-        """Drop hooks, and what the executor holds. Local."""
+        """Drop hooks, and the contents of the executor. Local."""
         super().close()
         if self._train_step.in_backward is not None:
             self._train_step.in_backward.torn.close()

@@ -1,4 +1,4 @@
-"""Where the stages of a run are: the user's schedule, or what `Auto` chooses."""
+"""The places of a run's stages: from the user's schedule, or chosen by `Auto`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_d9d.sync.buckets import GradSyncConfig
 
 
 def open_groups(ranks: JobRanks, parallel: ParallelConfig) -> None:
-    """Make groups while all ranks are here, some of whose stages may have no use for one. Collective.
+    """Make groups while all ranks are here, even for ranks whose stages do not use them. Collective.
 
     Args:
         ranks: The ranks of the job.
@@ -42,9 +42,9 @@ def with_dtypes(parallel: ParallelConfig, grad_sync: GradSyncConfig, *, autocast
     """Return the configuration with the dtypes that follow from precision and gradient sync.
 
     Args:
-        parallel: The user's, whose dtypes go first.
+        parallel: The user's configuration, whose dtypes take precedence.
         grad_sync: The dtype of gradients.
-        autocasts: Whether fully sharded weights are gathered in the dtype that autocast would cast them to.
+        autocasts: Whether fully sharded weights are gathered in the dtype to which autocast would cast them.
     """
     gathered, reduced = parallel.gather_dtype, parallel.reduce_dtype
     if gathered is None and autocasts:
@@ -55,16 +55,16 @@ def with_dtypes(parallel: ParallelConfig, grad_sync: GradSyncConfig, *, autocast
 
 
 class Staging:
-    """This rank's place in the pipeline, and how many microbatches a batch makes.
+    """This rank's place in the pipeline, and the number of microbatches of a batch.
 
     Args:
-        schedule: The user's; `Auto` chooses one.
-        microbatch_size: Rows of a microbatch; None: not given.
-        num_microbatches: The number of microbatches; None: not given.
-        pipeline_parallel: The degree of the pipeline. In one a microbatch has one row if nothing is given.
+        schedule: The user's schedule; `Auto` chooses one.
+        microbatch_size: Rows of a microbatch; None if not given.
+        num_microbatches: The number of microbatches; None if not given.
+        pipeline_parallel: The degree of the pipeline. In a pipeline a microbatch has one row if neither is given.
 
     Raises:
-        ConfigError: Microbatches are given beside `Auto`.
+        ConfigError: Microbatches are given although `Auto` chooses them.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Staging:
         is_given = (microbatch_size, num_microbatches) != (None, None)
         if isinstance(schedule, Auto) and is_given:
             raise ConfigError(
-                f"microbatch_size={microbatch_size}, num_microbatches={num_microbatches} beside schedule=Auto(...), "
-                "which chooses it; leave both out"
+                f"microbatch_size={microbatch_size}, num_microbatches={num_microbatches} cannot be set with "
+                "schedule=Auto(...), which chooses them; leave both out"
             )
         if not is_given and pipeline_parallel > 1:
             microbatch_size = 1
@@ -85,18 +85,18 @@ class Staging:
         """What `Auto` chose, for this run or the one before."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Staging:
-        """Groups of ranks are of one run; copies of its Trainer share them."""
+        """Return this object: groups of ranks belong to one run, and copies of its Trainer share them."""
         return self
 
     def begin(
         self, mesh: MeshDomains | None, device: torch.device, choose: Callable[[Auto, int], Choice], *, keeps: bool
     ) -> Pipeline:
-        """Return the pipeline of a run that begins. Collective over all ranks.
+        """Return the pipeline of a new run. Collective over all ranks.
 
         Args:
-            mesh: Of several ranks; None for one process.
+            mesh: Mesh of several ranks; None for one process.
             device: This process's.
-            choose: Chooses for `Auto` and a number of pipeline ranks.
+            choose: Chooses a schedule for `Auto` and a number of pipeline ranks.
             keeps: Whether the module has the stages of an earlier choice, perhaps a checkpoint's, which stays.
         """
         earlier, self.choice = self.choice, None
@@ -108,10 +108,10 @@ class Staging:
         return self._take(self.schedule, choice, mesh, device)
 
     def resume(self, checkpoint: Mapping[str, Any]) -> Pipeline | None:
-        """Take what `Auto` had chosen when a checkpoint was saved. Collective over all ranks.
+        """Restore the choice of `Auto` from a checkpoint. Collective over all ranks.
 
         Returns:
-            The pipeline, if it is another one: the stages are to be built again.
+            The pipeline, if it is a different one: the stages must be built again.
         """
         pipeline = self.pipeline
         if self.choice is None or pipeline is None or not isinstance(self.schedule, Auto):
@@ -124,11 +124,11 @@ class Staging:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The entries of a checkpoint for it."""
+        """The entries for a checkpoint."""
         return {} if self.choice is None else {CHOICE: self.choice.to_dict()}
 
     def close(self) -> None:
-        """Forget the pipeline, and remember what was chosen. Local."""
+        """Forget the pipeline, and remember the choice. Local."""
         self.pipeline = None
 
     def _take(self, auto: Auto, choice: Choice, mesh: MeshDomains | None, device: torch.device) -> Pipeline:

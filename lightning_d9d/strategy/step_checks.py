@@ -21,9 +21,9 @@ class StepChecks:
 
     Args:
         module: The module with its stages built.
-        gradients: What is summed over ranks.
-        sequences: Checks that stages take parts of sequences.
-        memory: Checks that the first batch fits into the memory.
+        gradients: Gradients that are summed over ranks.
+        sequences: Checks that stages support parts of sequences.
+        memory: Checks that the first batch fits into memory.
     """
 
     def __init__(self, module: D9DModule, gradients: GradientSync, sequences: SequenceCheck, memory: FitMemory) -> None:
@@ -36,26 +36,29 @@ class StepChecks:
         self._has_checked_whole = False
 
     def batch(self, batch: Any, batch_index: int) -> bool:
-        """Check that the ranks that read a batch have the same one. Collective over them, where it checks.
+        """Check that the ranks that read a batch have the same one. Collective over them, if it checks.
 
         Returns:
-            Whether it must divide exactly into microbatches. Resumed, the first may be the short last one of an epoch.
+            Whether the batch must divide evenly into microbatches. After a resume, the first batch may be the short
+            last one of an epoch.
         """
         self._same_batches.check("train", batch)
         return self.is_first_batch and batch_index == 0
 
     def split(self, split: SplitBatch, forward_context: Any) -> None:
-        """Check, with the first batch, that it fits into the memory and that stages take parts of sequences."""
+        """Check, with the first batch, that it fits into memory and that stages support parts of sequences."""
         if self.is_first_batch:
             self._memory.check(BatchShape.of(split))
         self._sequences.check(split.microbatches[0], forward_context)
         self.is_first_batch = False
 
     def frozen_alike(self) -> None:
-        """Check, as an epoch begins, that the ranks of a stage sum the gradients of the same parameters. Collective.
+        """Check at the beginning of an epoch that the ranks of a stage sum the gradients of the same parameters.
+
+        Collective.
 
         Raises:
-            ConfigError: Parameters that one rank trains are frozen on another; on every rank.
+            ConfigError: Parameters that one rank trains are frozen on another; raised on every rank.
         """
         pipeline = self._module.pipeline
         if pipeline.mesh is None:
@@ -66,16 +69,17 @@ class StepChecks:
         group = pipeline.mesh.group(Axis.DP, Axis.CP, Axis.TP) if has_slices else pipeline.token_group
         if difference := first_difference(lines, group):
             raise ConfigError(
-                f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
-                "ranks"
+                f"ranks with the same stages train different parameters: {difference}. Set requires_grad to the same "
+                "values on all ranks"
             )
         self._gradients.tied.check_frozen_alike()
 
     def whole_gradients(self) -> None:
-        """Check, in the first window that is reduced, that tensor ranks had summands of gradients. Collective.
+        """Check, in the first reduced window, that tensor ranks had summands of gradients. Collective.
 
         Raises:
-            ConfigError: Tensor ranks had whole gradients, which the sum counts several times; on every rank.
+            ConfigError: Tensor ranks had whole gradients, which the sum would count several times; raised on every
+                rank.
         """
         pipeline, data_parallel = self._module.pipeline, self._gradients.data_parallel
         has_checked, self._has_checked_whole = self._has_checked_whole, True

@@ -1,15 +1,16 @@
 """Optimizer steps inside the backward: parameters are updated as soon as their gradients are complete.
 
 [Note: parts of a step] The last backward of an accumulation window completes gradients. A gradient is complete when
-autograd or FSDP2 has put it in place, or the sum of its bucket is there. Complete parameters are collected until their
-gradients take `part_bytes`. Then the optimizer steps with groups that have these parameters alone, and their gradients
-are freed. What is left when the backward ends is updated by the one ordinary step, which Lightning and schedules count.
-Left are parameters in the last, smaller part, those that several stages have, and those that are summed afterwards.
+autograd or FSDP2 has written it, or when the sum of its bucket has arrived. Complete parameters are collected until
+their gradients take `part_bytes`. Then the optimizer steps with groups of only these parameters, and their gradients
+are freed. The remaining parameters are updated by the one ordinary step, which Lightning and schedules count. These are
+parameters in the last, smaller part, those of several stages, and those that are summed afterwards.
 
-[Note: streams] FSDP2 calls hooks on the stream of its reduction, so each stream collects parts of its own. On CUDA they
-are updated on one more stream, beside the products of the backward: it waits until the gradients of a part are there.
-Their memory belongs to the stream that made them. That one waits for the update when its next part is complete, and
-then frees them. So two parts are there at most, however far the host is ahead. The backward ends with all updates.
+[Note: streams] FSDP2 calls hooks on the stream of its reduction, so each stream collects its own parts. On CUDA parts
+are updated on a further stream, beside the products of the backward; it waits until the gradients of a part are
+complete. Their memory belongs to the stream that computed them. That stream waits for the update when its next part is
+complete, and then frees them. So at most two parts exist, however far the host is ahead. The backward ends with all
+updates.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from lightning_d9d.strategy.window import cast_gradients, scale_gradients
 from lightning_d9d.sync.norm import SquaredNorms, clip_gradients_by_value
 
 _MOST_PARTS = 64
-"""So many parts have all gradients of a large model: each costs some launches, and the memory of its gradients."""
+"""Number of parts for the gradients of a large model: each part costs some launches, and the memory of its
+gradients."""
 _EACH_ALONE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
-"""Optimizers of torch whose update of a parameter depends on no other; a subclass may do something else."""
+"""Optimizers of torch whose update of a parameter depends on no other; a subclass may behave differently."""
 
 
 class StepInBackward:
-    """Updates complete parameters while the backward goes on. [Note: parts of a step].
+    """Updates complete parameters during the backward. See [Note: parts of a step].
 
     Args:
-        optimizer: The only one.
-        steps: Knows whether it skips on the device.
-        torn: Hears when the first part is updated, and when the step is over.
+        optimizer: The only optimizer.
+        steps: Step that knows whether it skips on the device.
+        torn: Notified when the first part is updated, and when the step is over.
         bucket_bytes: The size of a full bucket; see `part_bytes`.
     """
 
@@ -75,11 +77,11 @@ class StepInBackward:
         self._own_streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, skip: Tensor | None, factor: Tensor | None) -> None:
-        """Begin the last batch of a window. The host waits once where the optimizer does not skip on the device.
+        """Begin the last batch of a window. The host waits once if the optimizer does not skip on the device.
 
         Args:
-            skip: A bool on the device: leave the whole step out. None: never.
-            factor: Multiply gradients by it. None: by nothing.
+            skip: A bool on the device: skip the whole step. None: never.
+            factor: Factor of the gradients. None means no factor.
         """
         groups = self._optimizer.param_groups
         self._group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
@@ -100,7 +102,7 @@ class StepInBackward:
         Sparse gradients are left to the ordinary step.
 
         Raises:
-            RuntimeError: Its gradient had been complete before.
+            RuntimeError: The gradient was already complete.
         """
         if not self._is_active or parameter.grad is None or parameter not in self._group_of:
             return
@@ -124,13 +126,13 @@ class StepInBackward:
             self._update(part.parameters, stream)
 
     def take_rest(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take those of several parameters that have not been taken; all their gradients are complete."""
+        """Take those parameters that have not been taken yet; all their gradients are complete."""
         for parameter in parameters:
             if parameter not in self._taken:
                 self.take(parameter)
 
     def end_backward(self) -> None:
-        """Let the stream wait for all updates; what is left has its gradient. [Note: streams]."""
+        """Make the stream wait for all updates; remaining parameters keep their gradients. [Note: streams]."""
         self._is_active = False
         self._parts.clear()
         for stream in [*self._under_way]:
@@ -138,14 +140,14 @@ class StepInBackward:
             self._free(stream)
 
     def fail(self, error: BaseException) -> None:
-        """Note after a failed backward that weights are torn, if they are, and wait as at its end."""
+        """Record after a failed backward that weights are torn, if they are, and wait as at its end."""
         self.torn.note(error)
         with suppress(RuntimeError):  # a device that is lost cannot wait either
             self.end_backward()
 
     @torch.no_grad()
     def _update(self, parameters: Sequence[nn.Parameter], stream: torch.cuda.Stream | None) -> None:
-        """Do the optimizer's step for these alone, and take their gradients from them. [Note: streams]."""
+        """Make the optimizer's step for only these parameters, and take their gradients. [Note: streams]."""
         if stream is None:
             self._step(parameters)
             return
@@ -165,7 +167,7 @@ class StepInBackward:
         self._under_way[stream] = _Update(end, gradients)
 
     def _stream_of_updates(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
-        """Return the one for gradients that are complete on a stream."""
+        """Return the stream of updates for gradients that are complete on a stream."""
         if stream.device not in self._own_streams:
             self._own_streams[stream.device] = torch.cuda.Stream(stream.device)
         return self._own_streams[stream.device]
@@ -197,7 +199,7 @@ class StepInBackward:
 
     @contextmanager
     def _only(self, parameters: Sequence[nn.Parameter]) -> Generator[None]:
-        """Open around a step of the optimizer for these parameters."""
+        """Restrict a step of the optimizer to these parameters inside the block."""
         groups = self._optimizer.param_groups
         chosen: dict[int, list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
@@ -229,19 +231,19 @@ class _Part:
 
 
 class _Update(NamedTuple):
-    """The update of a part, on a stream of its own."""
+    """The update of a part, on a separate stream."""
 
     end: torch.cuda.Event
     gradients: list[Tensor]
-    """Read until then."""
+    """Gradients that are read until the update ends."""
 
 
 class CompleteGradients:
-    """Hears when gradients outside of buckets are complete, and gives their parameters to `take`.
+    """Detects when gradients outside of buckets are complete, and passes their parameters to `take`.
 
     Args:
-        of_stages: Parameters that a stage has alone, by its index, whose gradients are summed over no ranks.
-        sharded: Those that FSDP2 reduces to what the optimizer takes.
+        of_stages: Parameters of a single stage, by its index, whose gradients are summed over no ranks.
+        sharded: Parameters that FSDP2 reduces to the optimizer's form.
         steps: Takes them.
     """
 
@@ -268,16 +270,16 @@ class CompleteGradients:
         self._last.clear()
 
     def last_backward(self, stage: int) -> None:
-        """Note that the gradients that come next are the stage's last."""
+        """Record that the next gradients are the stage's last."""
         self._last.add(stage)
 
     def reduce(self, stage: int) -> None:
-        """Note that all gradients of the stage are there; those that FSDP2 reduces now come next."""
+        """Record that all gradients of the stage exist; those that FSDP2 reduces now come next."""
         self.steps.take_rest(self._of_stages.get(stage, ()))
         self._last.add(stage)
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -290,14 +292,14 @@ class CompleteGradients:
 def check_step_in_backward(
     module: L.LightningModule, optimizers: Sequence[Optimizer], plugin: Precision, *, offloads: bool, skips: bool
 ) -> None:
-    """Raise `ConfigError` for what cannot be right if parameters are updated inside the backward. Local.
+    """Raise `ConfigError` for settings that cannot be combined with updates inside the backward. Local.
 
     Args:
-        module: Attached to a Trainer, whose callbacks are asked too.
+        module: Module attached to a Trainer, whose callbacks are checked, too.
         optimizers: The module's.
         plugin: Clips gradients.
         offloads: Whether sharded weights and gradients are in the host's memory.
-        skips: Whether steps with infinite gradients are left out.
+        skips: Whether steps with infinite gradients are skipped.
     """
     trainer: Any = module.trainer
     by_value = trainer.gradient_clip_algorithm == "value"

@@ -1,7 +1,8 @@
-"""`D9DStrategy`: the hooks Lightning calls, each short. The step itself is in `train_step.py`.
+"""`D9DStrategy`: the hooks that Lightning calls, each short. The step itself is in `train_step.py`.
 
-A hook calls parts with one owner each. `ranks` says who the ranks are, `staging` where the stages are. `_checkpoints`
-saves, loads and knows the place in the data. `_rank_model` has copies. `_training` and `_evaluation` run batches.
+A hook calls parts with one owner each. `ranks` describes the ranks, and `staging` the places of the stages.
+`_checkpoints` saves, loads and knows the place in the data. `_rank_model` synchronises copies. `_training` and
+`_evaluation` run batches.
 """
 
 from __future__ import annotations
@@ -85,23 +86,23 @@ class D9DStrategy(SaveHooks):
     DistributedDataParallel: gradients are means over ranks.
 
     Args:
-        mesh: Parallel degrees; by default every rank is a replica. Those of pipelines and contexts are for D9DModules;
-            plain modules take their part of the others in `configure_model`.
-        schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are. It is "1f1b"
-            (default), another name of `lightning_d9d.schedule.SCHEDULES`, or an object of a class of
-            `lightning_d9d.schedule` or your own. `Auto` chooses one, with microbatches and stages.
-        microbatch_size: Rows of a microbatch. By default 1 in a pipeline, else a batch is one microbatch.
+        mesh: Parallel degrees; by default every rank is a replica. Degrees of pipelines and contexts are for
+            D9DModules; plain modules implement the others in `configure_model`.
+        schedule: Order of forwards and backwards of a D9DModule's microbatches, and the places of its stages. It is
+            "1f1b" (default), another name of `lightning_d9d.schedule.SCHEDULES`, or an object of a class of
+            `lightning_d9d.schedule` or your own. `Auto` chooses a schedule, with microbatches and stages.
+        microbatch_size: Rows of a microbatch. By default 1 in a pipeline, otherwise a batch is one microbatch.
         num_microbatches: The number of microbatches instead.
         parallel: How the stages of a D9DModule are spread over ranks: when to reshard fully sharded weights, what to
             recompute, and more.
         grad_sync: Dtype and size of the gradient buckets.
         checkpoint: Whether checkpoints are files or directories.
         timeouts: Limits for collectives and for stopping.
-        skip_nonfinite: Leave out optimizer steps where the norm of all gradients is not finite, on all ranks together;
-            their number is logged as `skipped_steps`. Optimizers other than torch's fused ones cost a host sync a step
-            then. Needs automatic optimization.
-        step_in_backward: Update parameters of a D9DModule while its backward goes on, as soon as their gradients are
-            complete, and free these. See [Save memory](../how-to/save-memory.md).
+        skip_nonfinite: Skip optimizer steps in which the norm of all gradients is not finite, on all ranks together;
+            their number is logged as `skipped_steps`. Optimizers other than torch's fused ones then cost a host sync in
+            each step. It needs automatic optimization.
+        step_in_backward: Update parameters of a D9DModule during its backward, as soon as their gradients are complete,
+            and free the gradients. See [Save memory](../how-to/save-memory.md).
         replicate_sync: "all_reduce" sums gradients over the replicas of `MeshConfig.data_parallel_replicate`. Otherwise
             replicas mix their weights with peers, for slow links between them. Then it is a name of
             `lightning_d9d.mixing.TOPOLOGIES`, a `Topology` of your own, or a `ReplicaMixing`.
@@ -151,7 +152,7 @@ class D9DStrategy(SaveHooks):
         self._kernels = ExitStack()
 
     def settings(self) -> dict[str, object]:
-        """Return the values that ranks must agree on, by the names of arguments."""
+        """Return the values on which ranks must agree, by the names of arguments."""
         return {
             "mesh": self.mesh_config,
             "schedule": (type(self.schedule).__name__, vars(self.schedule)),
@@ -170,12 +171,12 @@ class D9DStrategy(SaveHooks):
 
     @property
     def schedule(self) -> Schedule:
-        """The order of forwards and backwards of microbatches, as it was given."""
+        """The order of forwards and backwards of microbatches, as configured."""
         return self.staging.schedule
 
     @property
     def microbatch_count(self) -> MicrobatchCount:
-        """How many microbatches a batch makes."""
+        """The number of microbatches of a batch."""
         return self.staging.microbatch_count
 
     @property
@@ -190,24 +191,27 @@ class D9DStrategy(SaveHooks):
 
     @property
     def executor(self) -> Executor | None:
-        """Runs the training programs of a D9DModule on this rank, during a fit; else None."""
+        """Runs the training programs of a D9DModule on this rank, during a fit; otherwise None."""
         return None if self._training is None else self._training.executor
 
     @property
     def num_skipped_steps(self) -> int:
-        """Optimizer steps left out in this fit, or the last: nothing counted, or `skip_nonfinite`. Reads the device."""
+        """Optimizer steps skipped in this fit, or the last: nothing counted, or `skip_nonfinite`.
+
+        It reads the device.
+        """
         return 0 if self._optimizer_step is None else int(self._optimizer_step.skipped)
 
     @property
     def num_empty_batches(self) -> int:
-        """Batches of this fit, or of the last, in which no rank had anything that counts. Reads the device."""
+        """Batches of this fit, or of the last, in which nothing counted on any rank. It reads the device."""
         return 0 if self._optimizer_step is None else self._optimizer_step.empty.num_batches
 
     @property
     def is_dummy_batch(self) -> bool:
         """True if this rank has no data for the current training batch, which is a copy that counts nothing.
 
-        For hooks from `on_train_batch_start` to `on_train_batch_end` that count samples themselves.
+        Hooks from `on_train_batch_start` to `on_train_batch_end` that count samples themselves should read it.
         """
         return self.lightning_module is not None and plan_of(self.lightning_module.trainer.fit_loop).is_dummy
 
@@ -219,26 +223,29 @@ class D9DStrategy(SaveHooks):
 
     @property
     def _attached(self) -> L.LightningModule:
-        """The module that is going to run."""
+        """The module of the next run."""
         if self.lightning_module is None:
             raise ConfigError("D9DStrategy has no module yet; call trainer.fit, validate, test or predict first")
         return self.lightning_module
 
     @property
     def _fit(self) -> Training:
-        """Runs the batches of the fit. Steps by hand, outside of a fit, are Lightning's own."""
+        """Runs the batches of the fit. Steps by hand, outside of a fit, are left to Lightning."""
         return self._training or training_by_hand(self.grad_sync, self.root_device)
 
     @property
     def _is_fitting(self) -> bool:
-        """True if the Trainer fits, or has fitted last. A module that is saved or loaded by itself has no Trainer."""
+        """True if the Trainer fits, or its last run was a fit.
+
+        A module that is saved or loaded alone has no Trainer.
+        """
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     # A run begins
 
     def connect(self, model: L.LightningModule) -> None:
-        """Take the module that is going to run. Local."""
+        """Keep the module of the next run. Local."""
         super().connect(model)
         if isinstance(model, D9DModule):
             silence_hooks()
@@ -272,7 +279,7 @@ class D9DStrategy(SaveHooks):
         self._tell_module()
 
     def _join(self, trainer: Any, patches: Patches) -> None:
-        """Meet the other ranks, watch over them, and see that all want the same. Collective."""
+        """Join the other ranks, start the watch, and check that all have the same settings. Collective."""
         assert self.cluster_environment is not None
         self.ranks.device = self.root_device
         self.set_world_ranks()
@@ -285,7 +292,7 @@ class D9DStrategy(SaveHooks):
                 check_equal_configuration(self.settings(), trainer)
 
     def _tell_module(self) -> None:
-        """Let the module know where it runs, before it builds its stages. Local."""
+        """Set the module's run context, before it builds its stages. Local."""
         module = self.lightning_module
         if isinstance(module, D9DModule) and self.pipeline is not None:
             given = self.settings(), self.parallel_in_effect, self.precision_plugin
@@ -341,12 +348,12 @@ class D9DStrategy(SaveHooks):
                 self._interruption = Interruption(patches, trainer, lambda: training.window_is_open)
 
     def model_to_device(self) -> None:
-        """Move the module to this process's device, but for weights that stay in the host's memory."""
+        """Move the module to this process's device, except weights that stay in the host's memory."""
         assert self.model is not None
         move(self.model, self.root_device, offloads=self.parallel.offload)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Refuse a loader without a batch on some rank; let one without a state resume. Collective."""
+        """Refuse a loader without a batch on some rank; make a loader without a state resumable. Collective."""
         module, trainer = self._attached, self._attached.trainer
         is_staged = isinstance(module, D9DModule)
         check_loader(dataloader, module, self.ranks, is_staged=is_staged)
@@ -357,7 +364,7 @@ class D9DStrategy(SaveHooks):
     # Training
 
     def on_train_start(self) -> None:
-        """Resume where a checkpoint was saved; decide if the step may scale gradients. Collective."""
+        """Resume at the place of a checkpoint; decide whether the step may scale gradients. Collective."""
         super().on_train_start()
         module, trainer, plugin = self._attached, self._attached.trainer, self.precision_plugin
         is_staged, step = isinstance(module, D9DModule), trainer.global_step
@@ -369,7 +376,7 @@ class D9DStrategy(SaveHooks):
         self._fit.begin(lambda: may_defer_scaling(module, self.optimizers, self._fit.gradients.parameters, plugin))
 
     def on_train_end(self) -> None:
-        """Wait for what callbacks have saved last. In a window that stays open, save nevertheless."""
+        """Wait for the last saves of callbacks. In a window that stays open, save nevertheless."""
         super().on_train_end()
         self._checkpoints.saves.end_training()
         if self._interruption is not None:
@@ -379,7 +386,7 @@ class D9DStrategy(SaveHooks):
         self._end_mixing()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Lightning calls it for batches that are not None."""
+        """Begin a batch; Lightning calls this for batches that are not None."""
         super().on_train_batch_start(batch, batch_idx)
         self._fit.begin_batch(plan_of(self._attached.trainer.fit_loop))
         if self.shutdown is not None:
@@ -397,7 +404,7 @@ class D9DStrategy(SaveHooks):
         return self._fit.run(own, args, BatchSettings.of(trainer, plan_of(trainer.fit_loop)))
 
     def _update_gradients(self) -> None:
-        """Build the gradient buckets if there are none yet, or others are needed now. Collective."""
+        """Build the gradient buckets if there are none yet, or if others are needed now. Collective."""
         accumulates = not self.microbatch_count.is_one or self._attached.trainer.accumulate_grad_batches > 1
         self._fit.gradients.update(accumulates=accumulates, window_is_open=self._fit.window_is_open)
 
@@ -415,7 +422,7 @@ class D9DStrategy(SaveHooks):
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's own for plain modules. For a D9DModule the closure runs first, then `TrainStep.step`."""
+        """Use Lightning's own for plain modules. For a D9DModule the closure runs first, then `TrainStep.step`."""
         closure = self._mixing_first(optimizer, closure)
         own = functools.partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         wrapped = functools.partial(self.precision_plugin._wrap_closure, self._attached, optimizer, closure)
@@ -429,7 +436,7 @@ class D9DStrategy(SaveHooks):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Open around batches after which the optimizer does not step: their gradients are not summed yet."""
+        """Skip the reduction for batches after which the optimizer does not step, inside the block."""
         with self._fit.inside_of_window():
             yield
 
@@ -442,7 +449,7 @@ class D9DStrategy(SaveHooks):
     # Evaluation
 
     def on_validation_start(self) -> None:
-        """Make replicas' buffers equal: here, as a rank may have no batch. Collective."""
+        """Make replicas' buffers equal here, because a rank may have no batch. Collective."""
         self._sync_buffers()
         super().on_validation_start()
 
@@ -451,11 +458,11 @@ class D9DStrategy(SaveHooks):
         return self._evaluate("val", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of a test, as `validation_step` does one of validation."""
+        """Run a batch of a test, like `validation_step`."""
         return self._evaluate("test", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of a prediction, as `validation_step` does one of validation."""
+        """Run a batch of a prediction, like `validation_step`."""
         return self._evaluate("predict", super().predict_step, *args, **kwargs)
 
     def _evaluate(self, kind: str, own: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -467,14 +474,14 @@ class D9DStrategy(SaveHooks):
                 return step.predict(batch, plan) if kind == "predict" else step.evaluate(batch, kind, plan)
 
     def _run_dummy(self, batch: Any, plan: BatchPlan) -> None:
-        """Run forwards of a batch of evaluation that other ranks run alone."""
+        """Run forwards of a batch of evaluation that only other ranks have."""
         assert self._evaluation is not None
         with self._evaluating(), self.precision_plugin.forward_context():
             self._evaluation.run_dummy(batch, plan)
 
     @contextmanager
     def _evaluating(self) -> Generator[None]:
-        """Open around the step of a batch of validation, test or prediction."""
+        """Run the step of a batch of validation, test or prediction inside the block."""
         if self.shutdown is not None:
             self.shutdown.begin_evaluation_batch()
         if self._interruption is not None:
@@ -495,7 +502,10 @@ class D9DStrategy(SaveHooks):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save what Lightning has put together, a file or a directory; see `Checkpoints.save`. Collective."""
+        """Save the checkpoint that Lightning has assembled, as a file or a directory; see `Checkpoints.save`.
+
+        Collective.
+        """
         self._sync_buffers()
         content = {**checkpoint, **self.staging.saved}  # hooks and callbacks have seen Lightning's own
         trainer = self._attached.trainer if self._is_fitting else None
@@ -503,15 +513,15 @@ class D9DStrategy(SaveHooks):
             self._checkpoints.save(content, filepath, storage_options, self._run_state(), self.checkpoint_io, trainer)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Lightning's own; where it goes by parameter names first, `save_checkpoint` sees to it."""
+        """Use Lightning's own; `save_checkpoint` converts it to parameter names."""
         state = self._run_state()
         return {} if state.is_directory or state.is_spread else super().optimizer_state(optimizer)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, or open a directory and read the weights to their places; see `Checkpoints.load`. Collective.
+        """Read a file, or open a directory and read the weights into their tensors; see `Checkpoints.load`. Collective.
 
         Raises:
-            RankError: A rank has failed. A tuner restores what it had saved nevertheless.
+            RankError: A rank has failed. A tuner restores its saved state nevertheless.
         """
         if self.shutdown is not None and self.shutdown.watch.failure is not None:
             raise RankError(str(self.shutdown.watch.failure))  # that rank will not come to a collective
@@ -519,7 +529,7 @@ class D9DStrategy(SaveHooks):
         return self._checkpoints.load(checkpoint_path, weights_only, io, module, self._prepare_to_load, fits=fits)
 
     def _prepare_to_load(self, checkpoint: Mapping[str, Any], names: Collection[str]) -> None:
-        """Build the stages that `Auto` had chosen then, and load pretrained weights that are not in it. Collective."""
+        """Build the stages that `Auto` chose in the saved run; load weights that the checkpoint lacks. Collective."""
         module = self.lightning_module
         if module is None:  # a file is read for its own sake
             return
@@ -532,11 +542,11 @@ class D9DStrategy(SaveHooks):
         self._opened_mixing(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the module the weights; see `Loads.give_weights`. Collective in a pipeline."""
+        """Load the weights into the module; see `Loads.give_weights`. Collective in a pipeline."""
         self._checkpoints.loads.give_weights(self._attached, checkpoint["state_dict"], self._run_state(), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give optimizers their state; see `Loads.give_optimizers`. Collective where ranks hold parts."""
+        """Load the states of optimizers; see `Loads.give_optimizers`. Collective if ranks hold parts."""
         refuses = isinstance(self.lightning_module, D9DModule)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self._checkpoints.loads.give_optimizers(checkpoint, self._run_state(), schedulers, refuses_other_number=refuses)
@@ -544,7 +554,7 @@ class D9DStrategy(SaveHooks):
     # A run ends
 
     def on_exception(self, exception: BaseException) -> None:
-        """See to it that other ranks hear of it, that ranks launched here end too, and say how a fit goes on."""
+        """Report the error to other ranks, end ranks launched here, and log how to resume the fit."""
         super().on_exception(exception)
         set_exit_code(exception)
         if (knows_memory := self._training or getattr(self.lightning_module, "run_context", None)) is not None:
@@ -559,7 +569,8 @@ class D9DStrategy(SaveHooks):
     def teardown(self) -> None:
         """Drop buckets and hooks, so that a notebook can fit again. Collective unless a rank failed.
 
-        The process group stays for the next run: ranks that join again could meet what is left of the old group.
+        The process group stays for the next run: ranks that join again could receive leftover messages of the old
+        group.
         """
         try:
             module = self.lightning_module

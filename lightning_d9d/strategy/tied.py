@@ -1,4 +1,4 @@
-"""Tied parameters: one parameter that several ranks of a pipeline hold, such as tied embeddings."""
+"""Tied parameters: one parameter that several pipeline ranks hold, such as tied embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_d9d.sync.norm import SquaredNorms, gradient_norm
 
 
 class TiedParameter(NamedTuple):
-    """A parameter that several pipeline ranks hold, as all of them know it."""
+    """A parameter that several pipeline ranks hold, described the same way on all of them."""
 
     name: str
     ranks: tuple[int, ...]
@@ -28,7 +28,7 @@ class TiedParameter(NamedTuple):
     group: dist.ProcessGroup
     """The ranks over which its gradient is still to be summed when the stages are done.
 
-    These are the holders, and those that have other tokens. (Not those over which FSDP2 sums.)
+    These are the holders, and the ranks that have other tokens. (Ranks over which FSDP2 sums are not included.)
     """
 
 
@@ -38,7 +38,7 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
     Args:
         tied: The parameters.
         pipeline: The ranks of the pipeline; None for one.
-        exist: Whether some rank of the pipeline has a tied parameter. Equal on all of them.
+        exist: True if some rank of the pipeline has a tied parameter. Equal on all of them.
     """
 
     def __init__(
@@ -92,7 +92,10 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
         return cls(here, pipeline, exist=bool(groups))
 
     def make_equal(self) -> None:
-        """Overwrite each by the first holder's: those in no stage each rank has drawn. Collective over all ranks."""
+        """Overwrite each by the first holder's: each rank has drawn those that are in no stage.
+
+        Collective over all ranks.
+        """
         in_order = sorted(self, key=lambda parameter: (self[parameter].ranks, self[parameter].name))
         for group, parameters in groupby(in_order, key=lambda parameter: self[parameter].group):
             broadcast_tensors(map(local, parameters), group, dist.get_process_group_ranks(group)[0])
@@ -106,18 +109,18 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
         """Return the norm of all gradients of the model; each tied parameter counts once. Collective over all ranks.
 
         Args:
-            parameters: This rank's, perhaps none.
+            parameters: Parameters of this rank; there may be none.
             at_least: Dtype of the norm, as in `gradient_norm`.
-            gone: Of parameters that are not tied and have no gradient any more.
+            gone: Squared norms of parameters that are not tied and whose gradients have been freed.
         """
         counted = [parameter for parameter in parameters if parameter not in self or self[parameter].counts_here]
         return gradient_norm(counted, pipeline_group=self._pipeline, at_least=at_least, gone=gone)
 
     def check_frozen_alike(self) -> None:
-        """Compare what callbacks froze and unfroze between epochs. Collective over the pipeline.
+        """Compare which parameters callbacks froze and unfroze between epochs. Collective over the pipeline.
 
         Raises:
-            ConfigError: A tied parameter is frozen on some ranks only.
+            ConfigError: A tied parameter is frozen only on some ranks.
         """
         if not self._exist:
             return
@@ -126,6 +129,6 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
         for name, is_trained in ours.items():
             if any(theirs.get(name, is_trained) != is_trained for theirs in of_ranks):
                 raise ConfigError(
-                    f"parameter {name!r} is on several stages and frozen on some of them only; set requires_grad of "
+                    f"parameter {name!r} is on several stages but frozen only on some of them; set requires_grad of "
                     "every parameter with that name, on all ranks"
                 )

@@ -1,4 +1,4 @@
-"""Weights of which a part has been updated, and what is refused with them."""
+"""Weights that are only partly updated, and the uses of them that are refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_d9d.strategy.saving import Saves
 
 
 class TornWeights:
-    """Knows whether the weights are torn: some are of one step and some of the next. Local.
+    """Records whether the weights are torn: some are of one step and some of the next. Local.
 
-    They are from the first update inside a backward to the end of its step. What fails in between leaves them so, also
-    for later fits of the same Trainer.
+    They are torn from the first update inside a backward to the end of its step. A failure in between leaves them torn,
+    also for later fits of the same Trainer.
 
     Args:
-        saves: Of the run; says which checkpoint it saved last.
+        saves: Saves of the run, which know the last checkpoint.
     """
 
     def __init__(self, saves: Saves) -> None:
@@ -28,31 +28,31 @@ class TornWeights:
         self._refuse_saves: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TornWeights:
-        """Copies of a Trainer train the same weights."""
+        """Return this object: copies of a Trainer train the same weights."""
         return self
 
     def open(self, refuse_saves: Callable[[], None]) -> None:
-        """Take note of a fit that begins.
+        """Record that a fit begins.
 
         Args:
-            refuse_saves: Lets its callbacks save nothing because of an exception.
+            refuse_saves: Patches, which keep its callbacks from saving because of an exception.
         """
         self._refuse_saves = refuse_saves
 
     def close(self) -> None:
-        """Take note of the end of a fit; weights stay torn."""
+        """Record the end of a fit; weights stay torn."""
         self._refuse_saves = None
 
     def begin(self) -> None:
-        """Note that a part of the weights is about to be updated."""
+        """Record that a part of the weights is about to be updated."""
         self.are_torn, self._last = True, self._saves.last
 
     def end(self) -> None:
-        """Note that the last part has been updated."""
+        """Record that the last part has been updated."""
         self.are_torn = False
 
     def loaded(self) -> None:
-        """Note that the fit that begins has read all weights from a checkpoint."""
+        """Record that the starting fit has read all weights from a checkpoint."""
         self._are_loaded = True
 
     def check_fit(self) -> None:
@@ -64,13 +64,13 @@ class TornWeights:
             raise StateError(f"the weights cannot be trained on: {self._reason()}")
 
     def note(self, error: BaseException) -> None:
-        """Add to the error of a backward that the weights are torn, if they are; no callback saves them then."""
+        """Add to the error of a backward that the weights are torn, if they are; no callback then saves them."""
         if self.are_torn:
             self._let_callbacks_save_nothing()
             error.add_note(printable(f"the weights are not to be used: {self._reason()}"))
 
     def check_save(self) -> None:
-        """Raise `StateError` if torn weights are to be saved."""
+        """Raise `StateError` if torn weights would be saved."""
         if self.are_torn:
             raise StateError(self._reason())
 

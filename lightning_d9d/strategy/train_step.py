@@ -1,6 +1,6 @@
 """One optimizer step of a `D9DModule`, from top to bottom.
 
-Lightning drives a batch in this order (`accumulate_grad_batches` batches make a window, the last one steps). In a
+Lightning drives a batch in this order (`accumulate_grad_batches` batches make a window, and the last one steps). In a
 window's last batch `strategy.optimizer_step` gets a closure that runs everything before the step. Earlier batches
 neither clip nor step.
 
@@ -13,22 +13,22 @@ neither clip nor step.
 [Note: gradients are sums] Backward runs on value sums. Gradients add up over microbatches, accumulated batches and
 ranks, and are divided once by the total weight of the window. A loss that is a mean counts each batch equally, as stock
 Lightning does. It is scaled by rows / (rows of the batch) / (accumulated batches) before backward, and divided by the
-number of ranks. A weight that is known beforehand scales the losses instead, see `loss_scale.py`.
+number of ranks. A weight that is known beforehand scales the losses instead: see `loss_scale.py`.
 
 [Note: pipelines] All ranks of a pipeline read the same batch and run their part of one program. Loss and metrics are
-made where the last stage is and are 0 elsewhere. A sum over the pipeline, then over ranks with other tokens, makes
-them equal everywhere.
+computed on the ranks of the last stage and are 0 elsewhere. A sum over the pipeline, then over ranks with other tokens,
+makes them equal everywhere.
 
-[Note: dummy batches] A rank without data for a batch that others have runs dummy microbatches. They add nothing to
-loss, weight or gradients. A loss that is a mean is averaged over the ranks with data.
+[Note: dummy batches] A rank without data for a batch of other ranks runs dummy microbatches. They add nothing to loss,
+weight or gradients. A loss that is a mean is averaged over the ranks with data.
 
 [Note: one factor] Some optimizers multiply gradients by a factor as they read them (torch's fused ones). If all do so,
-and nobody looks at gradients between backward and step, division and clipping become that factor. They then cost no
-pass over the gradients.
+and nothing reads gradients between backward and step, division and clipping become that factor. They then cost no pass
+over the gradients.
 
 [Note: step in backward] With `in_backward` most parameters are updated while `run` computes gradients of others, and
-have none afterwards. So the division comes before: means are scaled by 1 / ranks, too, and the weight of the window is
-known when its last batch begins. `restore`, `norm` and `step` see what is left.
+their gradients are freed. So the division comes first: means are scaled by 1 / ranks, too, and the weight of the window
+is known when its last batch begins. `restore`, `norm` and `step` process the remaining gradients.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class TrainStep:
         executor: Runs programs over these stages.
         splitter: Splits batches.
         gradient_sync: Gathers parameters and sums gradients over ranks.
-        optimizer_step: Steps or skips, and counts skips.
-        sequences: Checks in the first batch that stages take parts of sequences.
-        memory: Checks that the first batch fits into the memory.
-        in_backward: Updates parameters inside `run`; None: `step` alone does. [Note: step in backward].
-        peers: Has batches computed again whose tokens had no room in the memory of other ranks; None: there are none.
+        optimizer_step: Steps or skips, and counts skipped steps.
+        sequences: Checks in the first batch that stages support parts of sequences.
+        memory: Checks that the first batch fits into memory.
+        in_backward: Updates parameters inside `run`; None leaves all to `step`. See [Note: step in backward].
+        peers: Computes batches again whose tokens did not fit into the memory of other ranks; None if there are none.
     """
 
     def __init__(
@@ -116,14 +116,15 @@ class TrainStep:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run forward and backward of one batch. Collective.
 
-        Data ranks have batches of their own. The ranks that share a model's stages, tensors or sequences have the same.
+        Data ranks have different batches. The ranks that share a model's stages, tensors or sequences have the same
+        batch.
 
         Args:
             batch: This rank's rows.
             batch_index: The index of the batch in its epoch.
-            accumulated_batches: Batches a full window has.
-            is_last: Whether the optimizer steps after this batch; the gradients are reduced then.
-            plan: What data ranks agreed on for this batch.
+            accumulated_batches: Number of batches of a full window.
+            is_last: Whether the optimizer steps after this batch; the gradients are then reduced.
+            plan: Agreement of the data ranks about this batch.
 
         Returns:
             The batch's loss and metrics over all ranks, detached and equal on every rank.
@@ -174,12 +175,12 @@ class TrainStep:
                 scale_gradients(gradients, factor)  # a pipeline rank may have frozen stages only
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of the gradients as the optimizer will see them, but for clipping. Collective."""
+        """Return the norm of the gradients as the optimizer will use them, except for clipping. Collective."""
         norm = self.gradient_sync.norm(parameters, None if self.in_backward is None else self.in_backward.gone)
         return norm if self.factor is None else norm * self.factor
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks now, or multiply `factor` by it. Returns the norm. Collective."""
+        """Clip by the norm over all ranks now, or multiply `factor` by it. Return the norm. Collective."""
         parameters = list(parameters)
         norm = self.norm(parameters)
         if not self.defers:
@@ -192,8 +193,8 @@ class TrainStep:
         """Step the optimizer, or skip the step of a window whose total weight is zero; then call the module's hook.
 
         Args:
-            optimizer: The only one.
-            norm: Skip also where this norm of the gradients is not finite.
+            optimizer: The only optimizer.
+            norm: Norm of the gradients; the step is also skipped if it is not finite.
             kwargs: For `optimizer.step`.
         """
         if self.gradient_sync.data_parallel is not None:
@@ -231,7 +232,7 @@ class TrainStep:
         return total == 0, inverse(total)
 
     def _run_schedule(self, split: SplitBatch, scale: LossScale, is_first: bool, is_last: bool) -> BatchTotals:
-        """Run this rank's part of the program, with the sums of gradients that it has. Collective."""
+        """Run this rank's part of the program, including its reductions of gradients. Collective."""
         num_microbatches = len(split.microbatches)
         data_parallel = self.gradient_sync.data_parallel
         if data_parallel is not None:

@@ -1,7 +1,7 @@
-"""Checkpoints without frozen parameters, which say of which base the trained ones are.
+"""Checkpoints without frozen parameters, which name the base of the trained ones.
 
-[Note: base] A run that goes on from such a checkpoint makes its base again: from the directory that `pretrained` names,
-or from the seed. The checkpoint has both. What else the frozen parameters were is not compared.
+[Note: base] A run that resumes from such a checkpoint builds its base again: from the directory that `pretrained`
+names, or from the seed. The checkpoint stores both. Other facts about the frozen parameters are not compared.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
 
 BASE = "lightning_d9d_base"
-"""Under which name a checkpoint without frozen parameters has what is known of its base."""
+"""The name under which a checkpoint without frozen parameters describes its base."""
 
 
 def leave_out_frozen(checkpoint: dict[str, Any], module: L.LightningModule, seed: int | None) -> None:
-    """Take frozen parameters out of a checkpoint, and note their base, if there are some. Collective over all ranks.
+    """Remove frozen parameters from a checkpoint, and record their base, if there are any. Collective over all ranks.
 
     Args:
-        checkpoint: Lightning's, with this rank's state dict; it is changed.
+        checkpoint: Lightning's checkpoint, with this rank's state dict; it is changed.
         module: The module.
-        seed: Which initial weights follow from; None if they do not follow from one alone.
+        seed: Seed that determines the initial weights; None if no single seed does.
     """
     frozen = frozen_parameters(module)
     if not any(Ranks().all_gather(bool(frozen))):
@@ -43,11 +43,11 @@ def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def add_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
-    """Add the module's own frozen parameters to a checkpoint that was saved without. Local.
+    """Add the module's own frozen parameters to a checkpoint that was saved without them. Local.
 
     Args:
-        checkpoint: Any; one with frozen parameters stays as it is.
-        module: Has the base's weights.
+        checkpoint: Any checkpoint; one with frozen parameters stays unchanged.
+        module: Module with the base's weights.
     """
     if BASE in checkpoint:
         own = {name: each.detach() for name, each in frozen_parameters(module).items()}
@@ -55,27 +55,27 @@ def add_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
 
 
 def check_base(base: Any, module: object, seed: int | None, source: object) -> None:
-    """See that a module has the base that a checkpoint was saved without. Local.
+    """Check that a module has the base of a checkpoint that was saved without it. Local.
 
     Args:
-        base: What the checkpoint has under `BASE`.
-        module: Its `pretrained` names a base.
-        seed: Which its initial weights follow from; None if that is not known.
-        source: The checkpoint, for people.
+        base: The checkpoint's value under `BASE`.
+        module: Module whose `pretrained` names a base.
+        seed: Seed that determines its initial weights; None if that is unknown.
+        source: Name of the checkpoint, for messages.
 
     Raises:
-        StateError: The module begins with other weights, or the note is damaged.
+        StateError: The module begins with other weights, or the record is damaged.
     """
     if not isinstance(base, Mapping) or not {"pretrained", "seed"} <= base.keys():
-        raise StateError(f"{source}: {BASE}={base!r} does not say what the base is; give another checkpoint")
+        raise StateError(f"{source}: {BASE}={base!r} does not describe the base; give another checkpoint")
     theirs, ours = base["pretrained"], getattr(module, "pretrained", None)
     if theirs is not None and ours is None:
         raise StateError(
-            f"{source} has only trained parameters, beside the base {theirs!r}; give the module pretrained={theirs!r}"
+            f"{source} has only trained parameters, on the base {theirs!r}; give the module pretrained={theirs!r}"
         )
     if theirs is None and ours is not None:
         raise StateError(
-            f"{source} has only trained parameters, beside initial weights; leave pretrained={str(ours)!r} out"
+            f"{source} has only trained parameters, on initial weights; leave pretrained={str(ours)!r} out"
         )
     if theirs is not None and str(ours) != theirs:
         rank_zero_warn(
@@ -83,6 +83,6 @@ def check_base(base: Any, module: object, seed: int | None, source: object) -> N
         )
     if theirs is None and None not in (seed, base["seed"]) and seed != base["seed"]:
         raise StateError(
-            f"{source} has only trained parameters, beside the initial weights of seed {base['seed']}, and this run "
-            f"has seed {seed}; call seed_everything({base['seed']}) first"
+            f"{source} has only trained parameters, on the initial weights of seed {base['seed']}, but this run has "
+            f"seed {seed}; call seed_everything({base['seed']}) first"
         )

@@ -1,6 +1,6 @@
-"""Runs one batch of a fit after another, for a plain module; `staged_training.py` has the other kind.
+"""Runs the batches of a fit, one after another, for a plain module; `staged_training.py` has the other kind.
 
-Lightning's hooks come in this order: `run`, `backward`, clipping, and `step` with a closure that has run the others.
+Lightning's hooks come in this order: `run`, `backward`, clipping, and `step`, whose closure has run the others.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class BatchSettings:
     """The Trainer's settings for a training batch."""
 
     accumulated_batches: int = 1
-    """The batches of a full window."""
+    """The number of batches of a full window."""
     clips_values: bool = False
     """True if gradients are clipped one by one, which hides infinite ones from the norm."""
     max_value: float | None = None
-    """The limit of gradients that are clipped one by one; None: they are not."""
+    """The limit of gradients that are clipped one by one; None if they are not."""
     logs_norm: bool = False
-    """True if the norm of the gradients is logged although nothing clips by it."""
+    """True if the norm of the gradients is logged without clipping by it."""
     clips_by_norm: bool = False
-    """True if gradients are clipped by their norm, which is logged then."""
+    """True if gradients are clipped by their norm, which is then logged."""
     plan: BatchPlan = NOTHING_AGREED
-    """The agreement of data ranks on it."""
+    """The agreement of data ranks about the batch."""
 
     @classmethod
     def of(cls, trainer: Any, plan: BatchPlan) -> BatchSettings:
-        """Read it from a Trainer that is about to run the batch."""
+        """Read the settings from a Trainer that is about to run the batch."""
         clips_values = trainer.gradient_clip_algorithm == "value"
         clips_by_norm = bool(trainer.gradient_clip_val) and not clips_values
         every = trainer.log_every_n_steps  # 0: never
@@ -63,13 +63,13 @@ class Training(ABC):
     Args:
         gradients: Sums gradients over ranks.
         optimizer_step: Steps or skips.
-        skips_nonfinite: Whether steps are left out where the norm of all gradients is not finite.
+        skips_nonfinite: Whether steps are skipped if the norm of all gradients is not finite.
     """
 
     executor: Executor | None = None
     """Runs the training programs of a D9DModule; None for a plain module."""
     memory: FitMemory | None = None
-    """Knows what steps take of the rank's memory; None outside of a fit."""
+    """Knows the memory that steps need on the rank; None outside of a fit."""
 
     def __init__(self, gradients: GradientSync, optimizer_step: OptimizerStep, *, skips_nonfinite: bool) -> None:
         self.gradients = gradients
@@ -89,12 +89,12 @@ class Training(ABC):
         """The same, of the last step in which it was computed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Training:
-        """Hooks and groups are of one run; copies of its Trainer share them."""
+        """Return this object: hooks and groups belong to one run, and copies of its Trainer share them."""
         return self
 
     @contextmanager
     def inside_of_window(self) -> Generator[None]:
-        """Open around batches after which the optimizer does not step: their gradients stay on the rank."""
+        """Keep gradients on the rank, for batches after which the optimizer does not step, inside the block."""
         self.is_last_batch = False
         try:
             yield
@@ -102,26 +102,26 @@ class Training(ABC):
             self.is_last_batch = True
 
     def begin(self, may_defer: Callable[[], bool]) -> None:
-        """Begin to train, from a checkpoint perhaps.
+        """Begin to train, perhaps from a checkpoint.
 
         Args:
-            may_defer: Whether the optimizer can take division and clipping as a factor, without anybody noticing.
+            may_defer: Whether the optimizer can take division and clipping as a factor, without visible effect.
 
         Raises:
             ConfigError: Parameters cannot be updated inside the backward, or a step cannot fit into the memory.
-            StateError: The weights are torn by a failure of an earlier fit.
+            StateError: The weights are torn after a failure of an earlier fit.
         """
         del may_defer
         if self.memory is not None:
             self.memory.check()
 
     def note(self, error: BaseException) -> None:
-        """Add to an error what was in the memory, if it ran out. Local."""
+        """Add the contents of the memory to an error, if it ran out. Local."""
         if self.memory is not None:
             self.memory.note(error)
 
     def finish(self) -> None:
-        """Say what is to be said at the end of a fit."""
+        """Report the remaining facts at the end of a fit."""
         return
 
     def begin_batch(self, plan: BatchPlan) -> None:
@@ -134,16 +134,16 @@ class Training(ABC):
 
     @abstractmethod
     def run(self, own: Callable[[], Any], inputs: Sequence[Any], settings: BatchSettings) -> Any:
-        """Run the training step of a batch, and return what Lightning gets.
+        """Run the training step of a batch, and return the result for Lightning.
 
         Args:
             own: Lightning's training step, for plain modules.
             inputs: The positional arguments of the step.
-            settings: What the Trainer says of the batch.
+            settings: The Trainer's settings for the batch.
         """
 
     def backward(self, own: Callable[[], None]) -> None:
-        """Leave the gradients of the batch on the parameters; after a window's last batch summed over ranks.
+        """Leave the gradients of the batch on the parameters; after a window's last batch they are summed over ranks.
 
         Args:
             own: Lightning's backward, for plain modules.
@@ -162,7 +162,7 @@ class Training(ABC):
 
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure and step the optimizer, or skip the step. Return what the closure returned.
+        """Run the closure and step the optimizer, or skip the step. Return the result of the closure.
 
         Args:
             optimizer: Any.
@@ -172,7 +172,7 @@ class Training(ABC):
         """
 
     def _norm_for_skipping(self) -> Tensor | None:
-        """Return the norm that must be finite; None where steps are never left out."""
+        """Return the norm that must be finite; None if steps are never skipped."""
         norm, self._norm = self._norm, None
         if not self.skips_nonfinite:
             return None
@@ -189,7 +189,7 @@ class PlainTraining(Training):
     Args:
         gradients: Sums gradients over ranks.
         optimizer_step: Steps or skips.
-        num_data_ranks: Gradients are means over them.
+        num_data_ranks: The data ranks over which gradients are means.
         skips_nonfinite: As for `Training`.
     """
 
@@ -217,7 +217,7 @@ class PlainTraining(Training):
         self._norm = self.last_norm = clip_gradients_by_norm(parameters, max_norm)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
-        """Step as Lightning does, unless gradients are in another dtype or steps may be left out."""
+        """Step like Lightning, unless gradients have another dtype or steps may be skipped."""
         if self.is_idle:
             return closure()
         if self.skips_nonfinite:

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, whole or in part, and the ways between whole and sharded tensors."""
+"""Loads weights of a checkpoint, whole or in part, and converts between whole and sharded tensors."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ from lightning_d9d.strategy.checkpoint_files import mapped, read_checkpoint
 
 
 def overwrite_weights(module: nn.Module, path: str | Path, *, prefix: str = "", strict: bool = True) -> Differences:
-    """Overwrite a module's parameters and buffers in place by those of a checkpoint, and nothing else. Collective.
+    """Overwrite only a module's parameters and buffers, in place, by those of a checkpoint. Collective.
 
     Args:
-        module: Allocated; its tensors plain or DTensors on any mesh. In a pipeline, each rank's own stages.
+        module: Allocated module; its tensors may be plain or DTensors on any mesh. In a pipeline this is a module with
+            each rank's own stages.
         path: A checkpoint directory or a Lightning file.
-        prefix: What the names begin with that are to be loaded.
-        strict: All of these in the module must be in the checkpoint, and the other way round.
+        prefix: Prefix of the names to load.
+        strict: Whether the module and the checkpoint must have the same of these names.
 
     Returns:
-        If it is not strict, what is in one of them only.
+        If it is not strict, the names that only one of them has.
 
     Raises:
-        StateError: The checkpoint is damaged, names or shapes do not fit, or nothing in the module has the prefix; on
-            every rank, and nothing was changed.
+        StateError: The checkpoint is damaged, names or shapes do not fit, or nothing in the module has the prefix.
+            Raised on every rank, before any change.
     """
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     own = {name: value for name, value in tensors.items() if name.startswith(prefix)}
     if prefix and not any(Ranks().all_gather(bool(own))):
         raise StateError(
-            f"prefix={prefix!r}: nothing in the module has a name that begins so; the names are {first_of([*tensors])}"
+            f"prefix={prefix!r}: no name in the module begins with it; the names are {first_of([*tensors])}"
         )
     if Ranks().all_gather(is_directory(path))[0]:
         named = {f"{MODEL}{name}": value for name, value in own.items()}
@@ -77,7 +78,7 @@ def overwrite_weights(module: nn.Module, path: str | Path, *, prefix: str = "", 
 
 
 def report(differences: Differences, path: str | Path) -> None:
-    """Warn of what was not loaded."""
+    """Warn about names that were not loaded."""
     for names, where in zip(differences, ("not in it, and stay as they are", "not in the model"), strict=True):
         if names:
             rank_zero_warn(
@@ -87,14 +88,13 @@ def report(differences: Differences, path: str | Path) -> None:
 
 
 def gathered_on_first(tensors: Mapping[str, Tensor], pipeline: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Return all ranks' tensors, whole and on the CPU, on the first rank; others get nothing. Collective.
+    """Return all ranks' tensors, whole and on the CPU, on the first rank; nothing on the others. Collective.
 
     They are gathered and sent one by one.
 
     Args:
-        tensors: By name; plain ones, not DTensors, are equal on all ranks that have the name.
-        pipeline: The ranks that have other stages, and with this rank all other places in the mesh in common; None if
-            this rank has all stages.
+        tensors: Tensors by name; plain ones, not DTensors, are equal on all ranks that have the name.
+        pipeline: The ranks that have the other stages at the same place of the mesh; None if this rank has all stages.
     """
     if pipeline is None:
         is_first = Ranks().is_first
@@ -123,7 +123,7 @@ def gathered_on_first(tensors: Mapping[str, Tensor], pipeline: dist.ProcessGroup
 
 
 def _whole(tensor: Tensor, keep: bool) -> Tensor | None:
-    """Return the whole tensor on the CPU, where it is kept. Collective over the mesh of a DTensor."""
+    """Return the whole tensor on the CPU, if it is kept. Collective over the mesh of a DTensor."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu() if keep else None
 
@@ -154,7 +154,7 @@ def _sharded(optimizer: Optimizer, parameter: Tensor, key: Any, value: Any) -> A
 
 
 def shard_like(value: Any, like: Tensor) -> Any:
-    """Shard a whole tensor as another of its shape is; other values and shapes stay as they are. Local."""
+    """Shard a whole tensor like another tensor of its shape; other values and shapes stay unchanged. Local."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != like.shape:  # what differs is refused later, or it is a step count

@@ -1,9 +1,9 @@
-"""An accumulation window: the batches between two optimizer steps, and what their gradients are divided by.
+"""An accumulation window: the batches between two optimizer steps, and the divisor of their gradients.
 
 [Note: windows] A window begins where Lightning zeroes gradients (every `accumulate_grad_batches`-th batch of an epoch).
-It also begins after a batch that was the last of one. So gradients that never met a step are dropped, as in stock
-Lightning. That happens where `on_train_batch_start` returned -1 inside a window, an overridden `optimizer_step` left
-the step out, or a closure ran twice.
+It also begins after the last batch of another window. So gradients without a step are dropped, as in stock Lightning.
+This happens if `on_train_batch_start` returned -1 inside a window, an overridden `optimizer_step` skipped the step, or
+a closure ran twice.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.optim import Optimizer
 
 
 class Window:
-    """Holds gradients between the schedule and the optimizer.
+    """Keeps gradients between the schedule and the optimizer.
 
     Args:
         parameters: This rank's parameters.
-        num_ranks: Ranks over which tokens are split. A loss that is a mean is divided by it.
+        num_ranks: Ranks over which tokens are split. Losses that are means are divided by their number.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], num_ranks: int) -> None:
         self.parameters = parameters
         self.num_ranks = num_ranks
         self.weight: Tensor | None = None
-        """The weight of all its batches over all ranks, float64. None: losses are means, or nothing has run."""
+        """The weight of its batches over all ranks, float64. None: losses are means, or nothing has run."""
         self.is_scaled = False
         """True if its losses were divided by the total weight before backward."""
         self.is_idle = False
@@ -62,7 +62,7 @@ class Window:
             self.weight = weight if self.weight is None else self.weight + weight
 
     def set_aside(self) -> None:
-        """Move gradients out of the way of Lightning's `zero_grad`, which comes next."""
+        """Move gradients away from Lightning's `zero_grad`, which comes next."""
         self._aside = []  # in an epoch of Lightning's weight averaging there is no backward to put them back
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -70,7 +70,7 @@ class Window:
                 parameter.grad = None
 
     def restore(self, is_last: bool) -> None:
-        """Put gradients back. After the last batch the next one begins a window."""
+        """Put gradients back. After the last batch, the next one begins a window."""
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
@@ -78,7 +78,7 @@ class Window:
 
     @property
     def divisor(self) -> Tensor | float:
-        """The divisor that gradients still need."""
+        """The divisor that is still to be applied to gradients."""
         if self._loss_is_mean:
             return float(self.num_ranks)
         if self.is_scaled:
@@ -88,7 +88,7 @@ class Window:
 
 
 def cast_gradients(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
-    """Cast gradients that are wider than their parameter to its dtype, unless the optimizer takes them."""
+    """Cast gradients that are wider than their parameter to its dtype, unless the optimizer supports them."""
     if getattr(optimizer, "takes_wide_gradients", False):
         return
     for parameter in parameters:
@@ -97,7 +97,10 @@ def cast_gradients(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> 
 
 
 def scale_gradients(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiply in place. torch would round a device scalar to a narrow gradient's dtype first: widen those."""
+    """Multiply in place.
+
+    Narrow gradients are widened first, because torch would round a device scalar to their dtype.
+    """
     by_device: dict[torch.device, list[Tensor]] = {}  # some may be kept in the host's memory
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)

@@ -9,9 +9,9 @@ different times. `start(bucket_group)` announces the group's last backward of th
 are. A complete bucket is *launched* (one asynchronous SUM all-reduce) after those before it. So all ranks launch in the
 same order, while gradients may arrive in any order. `finish()` launches the rest and waits.
 
-A parameter without a gradient on this rank contributes zeros. After the gradients each bucket has one flag a parameter,
-so the same all-reduce says which were used anywhere. A parameter that no rank used keeps `grad is None`, as under
-DistributedDataParallel. Only ranks with an unused parameter read flags (a host sync).
+A parameter without a gradient on this rank contributes zeros. After the gradients each bucket has one flag for each
+parameter, so the same all-reduce says which were used anywhere. A parameter that no rank used keeps `grad is None`, as
+under DistributedDataParallel. Only ranks with an unused parameter read flags (a host sync).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Histograms of tensors that ranks share, with the same bins everywhere.
+"""Histograms of tensors that ranks share, with the same bins on all ranks.
 
 [Note: bins] Borders are plus and minus 1e-12 * 1.2**k, up to 1e6. So bins of values of any size are a fifth of them
-wide, and ranks need not know the extremes of others. The bin in the middle has values nearer to 0. NaN and infinite
+wide, and ranks need not know the extremes of others. The bin in the middle has values closer to 0. NaN and infinite
 values are not in any bin.
 """
 
@@ -24,7 +24,7 @@ _POSITIVE = [_SMALLEST * _RATIO**k for k in range(math.ceil(math.log(_LARGEST / 
 BORDERS: tuple[float, ...] = (*(-each for each in reversed(_POSITIVE)), *_POSITIVE)
 """Borders between bins, ascending. The first and the last bin have all values beyond."""
 _CHUNK = 1 << 22
-"""Number of values that are counted together; more take more memory."""
+"""Number of values that are counted together; a larger number takes more memory."""
 
 
 def bin_counts(values: Tensor) -> Tensor:

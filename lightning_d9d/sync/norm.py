@@ -35,7 +35,8 @@ class SquaredNorms(dict[Sharding | None, Tensor]):
         """Add the norms of gradients that still exist. Local; the host does not wait.
 
         Args:
-            parameters: Parameters. Each is added once, and later given to `gradient_norm`, by then without a gradient.
+            parameters: Parameters. Each gradient is added once, and its parameter later given to `gradient_norm`, when
+                the gradient has been freed.
         """
         for sharding, gradients in _local_gradients(list(parameters)).items():
             if gradients:
@@ -54,24 +55,26 @@ def gradient_norm(
 ) -> Tensor:
     """Return the p-norm of all gradients of the model taken as one vector. Collective.
 
-    [Note: whole norm] says what is summed over which ranks. All ranks of a pipeline stage give the same parameters in
-    the same order, though only some may have gradients. The host does not wait, unless some gradients are on the CPU
-    and others are not.
+    [Note: whole norm] describes which sums are taken over which ranks. All ranks of a pipeline stage give the same
+    parameters in the same order, though only some may have gradients. The host does not wait, unless some gradients are
+    on the CPU and others are not.
 
     Args:
         parameters: Parameters of this rank's stages: plain tensors and DTensors on any meshes, of any dtypes and
-            devices. One that is given twice counts once. Gradients of frozen ones count, as optimizers apply them.
-        norm_type: The p > 0, or infinity. For p < 1 this is not a norm, but is computed in the same way.
-        pipeline_group: Ranks whose stages hold other parameters that count too; None if this rank has all.
-        at_least: Least dtype of the result; a rank without parameters may have to give that of other ranks.
-        gone: `SquaredNorms` of parameters whose gradients are freed, for the 2-norm.
+            devices. A parameter that is given twice counts once. Gradients of frozen parameters count, because
+            optimizers apply them.
+        norm_type: The order of the norm: p > 0, or infinity. For p < 1 this is not a norm, but is computed in the same
+            way.
+        pipeline_group: Ranks whose stages hold other parameters that count, too; None if this rank has all.
+        at_least: Minimum dtype of the result; a rank without parameters may need that of other ranks.
+        gone: `SquaredNorms` of parameters whose gradients have been freed, for the 2-norm.
 
     Returns:
         The same number on all ranks, of shape `[]`; 0 without gradients. It is float64 if a parameter or gradient is,
         else `at_least`. It is on the device of the first parameter, or without parameters on that of `pipeline_group`.
 
     Raises:
-        ConfigError: `norm_type` is not positive, or a gradient is not sharded like its parameter, such as one that has
+        ConfigError: `norm_type` is not positive, or a gradient is not sharded like its parameter, such as one that is
             still to be summed (`Partial`).
     """
     parameters = list(dict.fromkeys(parameters))
@@ -95,7 +98,7 @@ def clip_gradients_by_norm(
         max_norm: The largest norm afterwards.
         norm_type: As for `gradient_norm`.
         pipeline_group: As for `gradient_norm`.
-        norm: The norm, if it is known; then nothing is sent.
+        norm: The norm, if it is known; then no message is sent.
 
     Returns:
         The norm before clipping.
@@ -122,7 +125,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
-    """Clamp all elements of gradients, in place, to at most `max_value` away from 0. Local, DTensors too."""
+    """Clamp all elements of gradients, in place, to at most `max_value` away from 0. Local, also for DTensors."""
     by_sharding = _local_gradients(list(dict.fromkeys(parameters)))
     gradients = [gradient for same_sharding in by_sharding.values() for gradient in same_sharding]
     for same_type in _by_type(gradients).values():
@@ -225,7 +228,7 @@ def sharding_groups(sharding: Sharding | None) -> list[dist.ProcessGroup]:
 
 
 def _by_type(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Group tensors for foreach operators, one list a call, without empty shards, which do not have a maximum."""
+    """Group tensors for foreach operators, one list for each call, without empty shards, which have no maximum."""
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() > 0:

@@ -66,18 +66,18 @@ def test_settings_of_the_files(tmp_path: Path) -> None:
         (
             lambda path: AdapterExport(path),
             {"peft": Stack([LoRA(rank=2), FullTune("norm")])},
-            r"model\.norm\.weight is trained whole, which a file of adapters does not have",
+            r"model\.norm\.weight is trained whole, which a file of adapters cannot contain;",
         ),
         (
             lambda path: AdapterExport(path),
             {"peft": LoRA(rank=2, targets=["experts.gate_up_proj"])},
-            "down_proj beside it none.*layout='fused'",
+            "down_proj beside it has none.*layout='fused'",
         ),
         (lambda path: AdapterExport(path.parent), {}, "the directory is not empty; choose another one"),
         (
             lambda path: AdapterExport(path.parent, overwrite=True),
             {"pretrained": "base"},
-            "contains .*base, which is read; give another target",
+            "contains .*base, which is read; choose another target",
         ),
         (lambda path: AdapterExport(path, dtype="int8"), {}, r"AdapterExport\(dtype='int8'\) must be one of float64"),
     ],

@@ -171,10 +171,10 @@ def test_the_export_has_the_tokenizer_and_the_generation_config_it_began_with(
 def test_a_checkpoint_in_place_of_a_hugging_face_directory_and_the_reverse(folder: Path, tmp_path: Path):
     fit(folder, HuggingFaceExport(tmp_path / "hf"), ModelCheckpoint(tmp_path / "checkpoints", save_last=True))
     last = tmp_path / "checkpoints" / "last.ckpt"
-    text = rf"{last} is a checkpoint, and a Hugging Face directory is needed. Make one of it, `lightning-d9d convert "
+    text = rf"{last} is a checkpoint, but a Hugging Face directory is needed. Convert it with `lightning-d9d convert "
     with pytest.raises(ConfigError, match=f"^{text}"):
         Qwen3MoePretraining(preset=str(last))
-    with pytest.raises(ConfigError, match=rf"{text}.* and pretrained=DIRECTORY; or go on .* with ckpt_path$"):
+    with pytest.raises(ConfigError, match=rf"{text}.* and pretrained=DIRECTORY; or resume .* with ckpt_path$"):
         fit(folder, pretrained=str(last))
     hf = tmp_path / "hf"
     remedy = rf"with Qwen3MoePretraining\(preset='{hf}', pretrained='{hf}'\)$"
@@ -196,9 +196,7 @@ def test_export_refuses_to_replace_what_the_training_begins_with(folder: Path, t
     save_huggingface(Qwen3MoeForCausalLM(CONFIG), begin)
     (begin / "tokenizer.json").write_text("{}")
     directory = {"is": begin, "contains": begin.parent, "lies in": begin / "new"}[relation]
-    text = (
-        rf"HuggingFaceExport\(directory='{directory}'\): the target {directory} {relation} {begin}, which is read; give"
-    )
+    text = rf"HuggingFaceExport\(directory='{directory}'\): the target {directory} {relation} {begin}, which is read;"
     for tokenizer, pretrained in ((None, str(begin)), (begin, None)):
         with pytest.raises(ConfigError, match=text):
             fit(folder, HuggingFaceExport(directory, overwrite=True, tokenizer=tokenizer), pretrained=pretrained)

@@ -78,7 +78,7 @@ def test_whole_and_in_part_onto_a_mesh(rank: RankContext, mode: str) -> None:
         ["num_steps"],
     )
     assert_bitwise_equal("net.0.weight", headed["net.0.weight"], weights["net.0.weight"])
-    with pytest.raises(StateError, match=r"prefix='nets\.': nothing in the module .* the names are \S+; "):
+    with pytest.raises(StateError, match=r"prefix='nets\.': no name in the module begins .* the names are \S+; "):
         fit(Sharded(), prefix="nets.", strict=False)
     with pytest.raises(StateError, match=r"of another model: (model\.)?head\.\w+ is not in the"):
         fit(Headed())

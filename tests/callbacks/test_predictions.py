@@ -98,7 +98,9 @@ def test_a_url(order: Any) -> None:
     loader = DataLoader(range(6), batch_size=2, sampler=order)  # type: ignore[arg-type]
     predict(Echo(), loader, PredictionWriter(url, max_shard_bytes=16))
     assert torch.cat([each for _, each in read_tensors(url)]).tolist() == [0, 10, 20, 30, 40, 50]
-    with pytest.raises(StateError, match=rf"^predictions cannot be written to '{url}': it exists and is not an empty"):
+    with pytest.raises(
+        StateError, match=rf"^predictions cannot be written to '{url}': it already exists and is not an empty"
+    ):
         predict(Echo(), loader, PredictionWriter(url))
 
 
@@ -132,7 +134,7 @@ def test_an_occupied_directory_is_refused_before_the_data_are_read(tmp_path: Pat
         raise AssertionError("read")
 
     text = (
-        f"predictions cannot be written to '{tmp_path}/out': it exists and is not an empty directory; choose "
+        f"predictions cannot be written to '{tmp_path}/out': it already exists and is not an empty directory; choose "
         "another path "
         "or set overwrite=True"
     )
@@ -152,7 +154,7 @@ def test_an_occupied_directory_is_refused_before_the_data_are_read(tmp_path: Pat
         (lambda rows: {"text": "a"}, "PredictionWriter writes tensors, and predict gave a str 'a' in 'text'; return"),
         (lambda rows: rows.sum(), "predict gave a tensor int64 [], but the batch has 2 rows: return tensors with the"),
         (lambda rows: rows[:1], "predict gave a tensor int64 [1], but the batch has 2 rows: return tensors with the"),
-        (lambda rows: rows + 0j, "prediction is torch.complex64, which safetensors files do not have; cast it"),
+        (lambda rows: rows + 0j, "prediction is torch.complex64, which safetensors files do not support; cast it"),
     ],
 )  # fmt: skip
 def test_what_is_no_rows_is_refused(make: Any, message: str, tmp_path: Path) -> None:
@@ -215,7 +217,9 @@ def test_streams_of_ranks_and_an_occupied_directory(rank: RankContext) -> None:
     writer = PredictionWriter(rank.tmp_dir / "out")
     predict(Echo(), DataLoader(Stream(), batch_size=1), writer, strategy=D9DStrategy(), devices=2)
     assert read(rank.tmp_dir / "out").tolist() == [0, 10, 20, 30, 40]
-    with pytest.raises(StateError, match="out': rank 0: it exists and is not an empty directory; choose another"):
+    with pytest.raises(
+        StateError, match="out': rank 0: it already exists and is not an empty directory; choose another"
+    ):
         predict(Echo(), DataLoader(Stream()), writer, strategy=D9DStrategy(), devices=2)
 
 

@@ -196,10 +196,10 @@ def test_runs_that_are_refused(tmp_path: Path) -> None:
     refused("first_step=2, last_step=5.*the run ends with step 4", last_step=5)
     refused("last_step=5.*the run ends with step 3", last_step=5, options={"max_steps": 3})
     lightnings = PyTorchProfiler(dirpath=tmp_path)
-    refused("beside PyTorchProfiler: only one", options={"profiler": lightnings})
+    refused("cannot be used with PyTorchProfiler: only one", options={"profiler": lightnings})
     lightnings.profiler = None  # its __del__ looks into one that has never begun
-    refused("beside StepProfile: only one", StepProfile(tmp_path, first_step=3))
-    refused("beside PipelineTimeline: only one", PipelineTimeline(tmp_path))
+    refused("cannot be used with StepProfile: only one", StepProfile(tmp_path, first_step=3))
+    refused("cannot be used with PipelineTimeline: only one", PipelineTimeline(tmp_path))
     refused("memory='always'.*needs a GPU", memory="always")
     with pytest.raises(ConfigError, match="needs D9DStrategy, but the Trainer has SingleDeviceStrategy"):
         trainer("auto", callbacks=[StepProfile(tmp_path)]).fit(Pipelined())

@@ -86,5 +86,5 @@ def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
 
 def test_one_process_has_nothing_to_compare() -> None:
     run = trainer(D9DStrategy(), max_steps=1, callbacks=[Stragglers()])
-    with pytest.raises(ConfigError, match="which this run has not: leave the callback out"):
+    with pytest.raises(ConfigError, match="but this run has none: leave the callback out"):
         run.fit(Plain(), DataLoader(rows(2)))

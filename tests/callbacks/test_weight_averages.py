@@ -98,7 +98,7 @@ def test_an_export_has_the_averages(tmp_path: Path) -> None:
 
 
 def test_an_export_in_front_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"HuggingFaceExport in front of WeightAverages\(keep=True\) would write"):
+    with pytest.raises(ConfigError, match=r"HuggingFaceExport before WeightAverages\(keep=True\) would write"):
         fitted(HuggingFaceExport(tmp_path / "out"), WeightAverages(keep=True))
 
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_has_averages_beside_the_weights(tmp_path: Path, mode: Any,
         def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainer.save_checkpoint(tmp_path / "saved")
 
-    with pytest.raises(StateError, match="a checkpoint is saved while WeightAverages validates with averages"):
+    with pytest.raises(StateError, match="a checkpoint is saved while WeightAverages"):
         fitted(WeightAverages(), Saving(), checkpoint=checkpoint)
     saved = WeightAverages(validate=False)
     fitted(saved, Saving(), checkpoint=checkpoint)

@@ -330,7 +330,9 @@ def test_flipped_bits_in_the_tensors(rank: RankContext) -> None:
                 file.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
             rank.barrier()
             mine = {name: torch.zeros(300) for name in ("ab" if rank.rank else "abcd")}
-            with pytest.raises(StateError, match=rf"cannot be loaded: .*{file.name}' is damaged where it has [a-d]:"):
+            with pytest.raises(
+                StateError, match=rf"cannot be loaded: .*{file.name}' is damaged at the place of [a-d]:"
+            ):
                 open_directory(path).load(mine)
             assert not any(tensor.any() for tensor in mine.values())
             rank.barrier()
@@ -340,7 +342,7 @@ def test_flipped_bits_in_the_tensors(rank: RankContext) -> None:
     if rank.rank == 0:
         files[0].write_bytes(bytes(files[0].stat().st_size))
     rank.barrier()
-    with pytest.raises(StateError, match="is damaged where it has a"):
+    with pytest.raises(StateError, match="is damaged at the place of a"):
         open_directory(path, alone=True).read("a")
 
 
@@ -363,7 +365,7 @@ def test_flipped_bits_in_what_is_loaded_later(rank: RankContext) -> None:
             part = torch.full((3,), number + 3.0).numpy().tobytes()
             flip(next(file for file in files if part in file.read_bytes()), part)
         rank.barrier()
-        with pytest.raises(StateError, match=rf"rank \d: .*damaged where it has b.{number}:") as caught:
+        with pytest.raises(StateError, match=rf"rank \d: .*damaged at the place of b.{number}:") as caught:
             open_directory(path).load({"model": mine}, strict=False, later="b.")
         looked_at.append(str(caught.value).split("rank ")[1][0])
         assert not mine.any()

@@ -88,7 +88,7 @@ def test_metadata_of_a_python_that_pickles_members_by_name(
     if name is None:
         assert read(path)["b"].tolist() == [0, 1, 2, 3, 4]
     else:
-        with pytest.raises(StateError, match=r"gets an attribute of something other than .*_MEM_FORMAT_ENCODING"):
+        with pytest.raises(StateError, match=r"sets an attribute of something other than .*_MEM_FORMAT_ENCODING"):
             read(path)
 
 
@@ -329,11 +329,14 @@ VALUES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "overlapping": (overlapping, "overlap|damaged"),
     "prefix": (lambda archive: archive[:4] + archive, "with bytes before its beginning|damaged"),
     "suffix": (lambda archive: archive + b"more", "damaged|with bytes after its end"),
-    "more numbers than there are": (replaced(b"K\3tq", b"J\0\0\0\1tq"), r"does not have the \d+ numbers of tensor '0'"),
-    "a tensor longer than its numbers": (replaced(b"QK\0K\3\x85", b"QK\0J\0\0\0\1\x85"), "in another way than torch"),
-    "a tensor behind its numbers": (replaced(b"QK\0K\3\x85", b"QM\0\1K\3\x85"), "in another way than torch"),
-    "a tensor of a size alone": (replaced(text("HERE"), b"ctorch\nFloatTensor\nJ\0\0\0\1\x85R"), "FloatTensor in anot"),
-    "bytes of a size alone": (replaced(text("HERE"), b"c__builtin__\nbytearray\nJ\0\0\0\1\x85R"), "bytearray in anot"),
+    "more numbers than there are": (
+        replaced(b"K\3tq", b"J\0\0\0\1tq"),
+        r"does not have the \d+ numbers that tensor '0' claims",
+    ),
+    "a tensor longer than its numbers": (replaced(b"QK\0K\3\x85", b"QK\0J\0\0\0\1\x85"), "in a way that torch"),
+    "a tensor behind its numbers": (replaced(b"QK\0K\3\x85", b"QM\0\1K\3\x85"), "in a way that torch"),
+    "a tensor of a size alone": (replaced(text("HERE"), b"ctorch\nFloatTensor\nJ\0\0\0\1\x85R"), "FloatTensor in a"),
+    "bytes of a size alone": (replaced(text("HERE"), b"c__builtin__\nbytearray\nJ\0\0\0\1\x85R"), "bytearray in a"),
     "deep": (deep, "nested more than 200 deep"),
     "a deep key": (replaced(text("HERE"), b"})" + b"\x85" * 300_000 + b"Ns"), "has a key of kind tuple"),
     "a set of a deep tuple": (
@@ -361,11 +364,11 @@ VALUES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "a call in place of a tensor": (
         replaced(text("HERE"), b"ctorch._tensor\n_rebuild_from_type_v2\n(c__builtin__\nset\nc__builtin__\nset\n)NtR"),
-        "_rebuild_from_type_v2 in another way",
+        "_rebuild_from_type_v2 in a way",
     ),
     "a parameter of no tensor": (
         replaced(text("HERE"), b"ctorch._utils\n_rebuild_parameter\n)\x88)\x87R"),
-        "_rebuild_parameter in another way",
+        "_rebuild_parameter in a way",
     ),
     "lists of lists": (replaced(text("HERE"), b"(]q\0" + b"](h\0h\0eq\0" * 60 + b"t"), "repeats the same values"),
     "texts of texts": (
@@ -405,7 +408,7 @@ PIECES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "compressed": (lambda piece: hostile.packed_again(piece, compression=zipfile.ZIP_DEFLATED), "has a compressed pa"),
     "mesh": (lambda _: with_mesh(hostile.saved({})), "could join a process group"),
     "more numbers": (replaced(b"K\5tq", b"J\0\0\0\1tq"), r"does not have the \d+ numbers"),
-    "longer": (replaced(b"QK\0K\5\x85", b"QK\0K\6\x85"), "in another way than torch"),
+    "longer": (replaced(b"QK\0K\5\x85", b"QK\0K\6\x85"), "in a way that torch"),
     "other shape": (lambda _: hostile.saved(torch.arange(6)), "has b in another shape or dtype"),
     "other dtype": (lambda _: hostile.saved(torch.arange(5.0)), "has b in another shape or dtype"),
     "no tensor": (

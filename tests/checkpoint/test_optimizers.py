@@ -248,7 +248,7 @@ def test_frozen_and_thawed_parameters(tmp_path: Path) -> None:
     load(tmp_path / "checkpoint", frozen, part)
     assert len(part.state) == 2
     stranger = AdamW(frozen[0].parameters())
-    with pytest.raises(StateError, match="it has none of the parameters' names"):
+    with pytest.raises(StateError, match="the checkpoint has none of the parameters' names"):
         load(tmp_path / "checkpoint", frozen, stranger)
     with pytest.raises(StateError, match=r"optimizers.1.* no state was saved under this prefix"):
         load(tmp_path / "checkpoint", frozen, part, stranger)
@@ -336,7 +336,7 @@ EIGHT_BITS = partial(StochasticAdamW, state_dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
-        (SGD, AdamW, "it lacks betas, eps of AdamW: another kind of optimizer was saved"),
+        (SGD, AdamW, "the checkpoint lacks betas, eps of AdamW: another kind of optimizer was saved"),
         (AdamW, SGD, "was saved with exp_avg, exp_avg_sq, step, and SGD keeps momentum_buffer: another kind"),
         (MuonAdamW, AdamW, "was saved with momentum, step, and AdamW keeps exp_avg, exp_avg_sq, .*: another kind"),
         (MuonAdamW, StochasticAdamW, "was saved with momentum, step, and StochasticAdamW keeps exp_avg"),
@@ -407,11 +407,11 @@ def test_what_is_no_scheduler_is_refused() -> None:
     for _ in range(60):
         nested = [nested, nested]
     for state, reason in (
-        ({"_schedulers": nested}, r"where the state of a learning rate scheduler belongs"),
+        ({"_schedulers": nested}, r"in place of the state of a learning rate scheduler"),
         ({"_schedulers": 5}, r"_schedulers=5, which must be a list"),
         ({"min_lrs": 0.5}, r"min_lrs=0.5, which must be a list"),
         ({"min_lrs": [nested, 0.5]}, r"min_lrs=\[\[.*\], one for each"),
-        ([], r"it has \[\] where"),
+        ([], r"the checkpoint has \[\] in place"),
     ):
         with pytest.raises(StateError, match=reason):
             fit_scheduler_state(state, optimizer.param_groups)

@@ -132,7 +132,7 @@ def test_printed_configuration_builds_the_same(capsys: pytest.CaptureFixture[str
         (("--model.learning_rat", "2"), "Qwen3MoePretraining has no option 'learning_rat'"),
         (
             ("--model.preset", "huge"),
-            "error: --model.preset: Qwen3MoePretraining got config and preset='huge'; give one",
+            "error: --model.preset: Qwen3MoePretraining got both config and preset='huge'; give one",
         ),
         (
             ("--trainer.strategy.schedule", "zigzag"),

@@ -123,8 +123,8 @@ def test_a_disk_that_is_full_at_the_start(folder: Path, monkeypatch: pytest.Monk
     text = errors.read_text()
     assert "Traceback" not in text
     assert [line for line in text.splitlines() if line.startswith("error: ")] == [
-        "error: config.yaml cannot be written at the start of the run: No space left on device; free space, or give "
-        "another trainer.default_root_dir"
+        "error: config.yaml cannot be written at the start of the run: No space left on device; free some space, or "
+        "set another trainer.default_root_dir"
     ]
 
 

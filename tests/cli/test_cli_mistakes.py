@@ -89,10 +89,10 @@ BEFORE_TORCH |= {
         "it takes --help, --dtype, --max-shard-size, --fused-experts, --adapter, --tokenizer, --weights-only, "
         "--overwrite, --no-verify\n"
     ),
-    ("convert", "a", "b", "c"): ("lightning-d9d convert has no use for 'c'\nit takes source and target, and options\n"),
-    ("convert", "a", "b", "--overwrite=yes"): "--overwrite takes no value, and was given 'yes'\n",
+    ("convert", "a", "b", "c"): ("lightning-d9d convert does not take 'c'\nit takes source and target, and options\n"),
+    ("convert", "a", "b", "--overwrite=yes"): "--overwrite takes no value, but got 'yes'\n",
     ("doctor", "--gpu=1"): "lightning-d9d doctor has no option '--gpu'\nit takes --help\n",
-    ("doctor", "now"): "lightning-d9d doctor has no use for 'now'\nit takes no arguments\n",
+    ("doctor", "now"): "lightning-d9d doctor does not take 'now'\nit takes no arguments\n",
     ("generate", "model", "--promt", "x"): (
         "lightning-d9d generate has no option '--promt'; did you mean '--prompt'?\n"
         f"{TAKES}--prompt, --max-new-tokens, --temperature, --top-k, --top-p, --seed, --no-stop\n"
@@ -186,7 +186,7 @@ ON_THE_COMMAND_LINE = {
         "'zero_bubble'?\n"
     ),
     ("--trainer.strategy.schedule", "Auto"): (
-        "--trainer.strategy.schedule: schedule='Auto' needs to know the batch: class_path: Auto with init_args: "
+        "--trainer.strategy.schedule: schedule='Auto' needs the shape of the batch: class_path: Auto with init_args: "
         "batch_size and sequence_length in a file, or Auto(batch_size=..., sequence_length=...) in Python\n"
     ),
     ("--trainer.max_steps",): "--trainer.max_steps needs a value\n",
@@ -201,14 +201,14 @@ ON_THE_COMMAND_LINE = {
     ),
     ("--optimizer", "AdamW"): (
         "run.yaml, line 5: learning_rate=0.001 of Qwen3MoePretraining has no effect beside `optimizer`, which has "
-        "settings of its own; give them to `optimizer` or `lr_scheduler`, or leave `optimizer` out\n"
+        "its own settings; set them in `optimizer` or `lr_scheduler`, or leave `optimizer` out\n"
     ),
     ("--model.optimizer", "AdamW", "--model.optimizer.lrr", "1"): (
         "--model.optimizer.lrr: AdamW has no option 'lrr'; did you mean 'lr'?\n"
         "AdamW takes lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused\n"
     ),
     ("--lr_scheduler", "WarmupStableDecayLR"): (
-        "--lr_scheduler: `lr_scheduler` of Qwen3MoePretraining has no effect without `optimizer`; give that, such as "
+        "--lr_scheduler: `lr_scheduler` of Qwen3MoePretraining has no effect without `optimizer`; set that, such as "
         "AdamW with lr\n"
     ),
     ("--trainer.strategy.microbatch_size", "3", *QUIET): (

@@ -98,7 +98,7 @@ def test_options_of_lightning_train_as_python_does() -> None:
 
 
 def test_both_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`optimizer` is given beside model\.optimizer; leave one of them out"):
+    with pytest.raises(ConfigError, match=r"`optimizer` is given as well as model\.optimizer; leave one of them out"):
         D9DCLI(args=["fit", "--config", "run.yaml", "--optimizer", "AdamW"])
 
 
@@ -184,12 +184,12 @@ class OwnOptimizer(Qwen3MoePretraining):
     [
         (
             ("--model.preset", "tiny", "--trainer.max_steps", "-1"),
-            "max_steps=-1 of the Trainer does not say how many steps to draw",
+            "max_steps=-1 of the Trainer does not give the number of steps to draw",
         ),
-        (("--model", f"{__name__}.Plain"), "Plain is a plain LightningModule, whose schedule is known in a run only"),
+        (("--model", f"{__name__}.Plain"), "Plain is a plain LightningModule, whose schedule is known only in a"),
         (
             ("--model", f"{__name__}.OwnOptimizer", "--model.preset", "tiny"),
-            "OwnOptimizer.configure_optimizers makes the schedule, which is known in a run only",
+            "OwnOptimizer.configure_optimizers makes the schedule, which is known only in a run;",
         ),
     ],
 )

@@ -105,14 +105,12 @@ def test_jobs_wait_for_each_other_and_not_for_a_killed_one(tmp_path: Path) -> No
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match=r"file/in keeps prepared data and cannot be written to: .*LIGHTNING_D9D_CACHE"
-    ):
+    with pytest.raises(ConfigError, match=r"file/in keeps prepared data but cannot be written: .*LIGHTNING_D9D_CACHE"):
         made(tmp_path / "file" / "in", Maker())
 
 
 def test_a_folder_that_loses_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"rank 0 has made {tmp_path}/a and does not find it; give another folder"):
+    with pytest.raises(ConfigError, match=rf"rank 0 has made {tmp_path}/a but does not find it; set another folder"):
         made_once(tmp_path, lambda tell: "a", lambda path, tell: None, Ranks())
 
 

@@ -190,5 +190,5 @@ def test_tokenizers_that_cannot_be_used() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template; put a chat_template.jinja"):
         ChatTokenizer(tokenizer)
-    with pytest.raises(ConfigError, match="give a fast tokenizer"):
+    with pytest.raises(ConfigError, match="use a fast tokenizer"):
         ChatTokenizer(object())

@@ -60,7 +60,7 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
             writer.write_table(table, max_chunksize=4)
     for name in ("a.parquet", "file.arrow", "stream.arrow"):
         assert read(tmp_path / name, column="content") == TEXTS
-    with pytest.raises(ConfigError, match=r"a\.parquet has no column 'text' but content, id; name another column"):
+    with pytest.raises(ConfigError, match=r"a\.parquet has no column 'text', but content, id; name another column"):
         read(tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a\.parquet, row 0 of group 0 has no text in 'id', but 0"):
         read(tmp_path / "a.parquet", column="id")
@@ -82,7 +82,7 @@ def test_a_saved_dataset_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sum(piece.num_bytes for piece in pieces) <= size
     assert read(tmp_path / "saved") == TEXTS
     assert matching([str(tmp_path / "s*")]) == [str(tmp_path / "saved")]
-    with pytest.raises(ConfigError, match="saved has no column 'story' but text, id; name another column"):
+    with pytest.raises(ConfigError, match="saved has no column 'story', but text, id; name another column"):
         read(tmp_path / "saved", column="story")
     with pytest.raises(ConfigError, match="saved, row 0 has no text in 'id', but 0"):
         read(tmp_path / "saved", column="id")
@@ -118,9 +118,9 @@ def test_invalid_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: st
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"good\nse\xf1or\n")
-    with pytest.raises(ConfigError, match=r"a\.txt is no UTF-8 text \(invalid continuation byte at byte 7\)"):
+    with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 text \(invalid continuation byte at byte 7\)"):
         read(path)
-    with pytest.raises(ConfigError, match=r"a\.txt, line 2 is no UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"a\.txt, line 2 is not UTF-8 text"):
         read(path, lines=True)
     assert read(path, lines=True, skip_invalid=True) == ["good", None]
 
@@ -141,5 +141,5 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             matching(sources)
     with pytest.raises(ConfigError, match=r"none\.txt cannot be read: it does not exist"):
         DocumentReader().pieces("none.txt")
-    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz is packed; unpack it first"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz is compressed; decompress it first"):
         DocumentReader().pieces("a.jsonl.gz")

@@ -72,13 +72,13 @@ def test_in_the_data_module(folder: str) -> None:
     assert (len(training), len(held_out)) == (80, 9)  # of 81
     assert not {row[1] for row in training} & {row[1] for row in held_out}
     assert read(2) == (training, held_out)
-    with pytest.raises(ConfigError, match=r"does not say where documents begin.*borders=False"):
+    with pytest.raises(ConfigError, match=r"does not store where documents begin.*borders=False"):
         TokenDataModule(folder).setup()
 
 
 def test_refused(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"chunks": [{"filename": "a"}]}))
-    with pytest.raises(ConfigError, match=r"index\.json does not tell the tokens of chunks \(KeyError"):
+    with pytest.raises(ConfigError, match=r"index\.json does not give the tokens of chunks \(KeyError"):
         LitDataRows(str(tmp_path), 9, None)
     monkeypatch.setitem(sys.modules, "litdata", None)
     with pytest.raises(ConfigError, match=r"needs litdata: pip install 'lightning-d9d\[litdata\]'"):

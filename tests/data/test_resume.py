@@ -360,7 +360,7 @@ def test_other_ranks_and_samples_that_nobody_knows_how_to_deal_out() -> None:
     make_resumable(same, lambda: 2, DataRank(0, 4))
     same.load_state_dict(state)  # type: ignore[attr-defined]  # whoever deals out has as many steps: batches fit
     make_resumable(other, lambda: 2, DataRank(0, 1))
-    with pytest.raises(StateError, match=r"2 data-parallel ranks saved .* 1 go on, .*use_distributed_sampler"):
+    with pytest.raises(StateError, match=r"2 data-parallel ranks saved .* 1 resume, .*use_distributed_sampler"):
         other.load_state_dict(state)  # type: ignore[attr-defined]
 
 

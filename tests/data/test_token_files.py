@@ -124,7 +124,11 @@ def test_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "tokens", "message"),
     [
-        (INDEX, TOKENS[:-1], r"text.bin has 15 bytes of tokens.*tells of 8 tokens of 2 bytes each. It is truncated"),
+        (
+            INDEX,
+            TOKENS[:-1],
+            r"text.bin has 15 bytes of tokens.*declares 8 tokens of 2 bytes each. The file is truncated",
+        ),
         (INDEX, TOKENS + b"\0\0", "text.bin has 18 bytes.*longer than its index"),
         (INDEX[:-1], TOKENS, r"text.idx has \d+ bytes, but 4 sequences and 5 borders.*truncated"),
         (INDEX[:12], TOKENS, "text.idx does not begin with"),
@@ -133,8 +137,8 @@ def test_names(tmp_path: Path) -> None:
         (INDEX[:17] + b"\x09" + INDEX[18:], TOKENS, "version 1 and dtype code 9"),
         (INDEX[:17] + b"\x07" + INDEX[18:], TOKENS, "type float32, but tokens are integers"),
         (INDEX[:58] + b"\x07" + INDEX[59:], TOKENS, "sequence 1 does not begin where the one before it ends"),
-        (INDEX[:-8] + struct.pack("<q", 9), TOKENS, "do not go from sequence 0 to 4"),
-        (INDEX[:-32] + struct.pack("<4q", 3, 2, 3, 4), TOKENS, "borders of documents do not rise"),
+        (INDEX[:-8] + struct.pack("<q", 9), TOKENS, "do not cover sequences 0 to 4"),
+        (INDEX[:-32] + struct.pack("<4q", 3, 2, 3, 4), TOKENS, "borders of documents are not ascending"),
     ],
 )
 def test_damaged(tmp_path: Path, index: bytes, tokens: bytes, message: str) -> None:
@@ -146,7 +150,7 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.bin cannot be read: it does not exist"):
         TokenFile(tmp_path / "nowhere")
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    with pytest.raises(ConfigError, match=r"odd\.bin has 3 bytes, no whole number of 2-byte tokens"):
+    with pytest.raises(ConfigError, match=r"odd\.bin has 3 bytes, which is not a whole number of 2-byte tokens"):
         TokenFile(tmp_path / "odd.bin")
     with pytest.raises(ConfigError, match="the border token 3 has no effect"):
         TokenFile(megatron(tmp_path), BorderToken(3, is_first=True))

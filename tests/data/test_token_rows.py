@@ -78,7 +78,7 @@ def test_borders_by_a_token(tmp_path: Path) -> None:
     rows = rows_of(TokenFile(path, BorderToken(0, is_first=False)), length=6)
     assert rows[0]["document_ids"].tolist() == [0, 0, 0, 1, 1, 2]
     assert rows[0]["labels"].tolist() == [2, 0, IGNORED, 0, IGNORED, IGNORED]
-    with pytest.raises(ConfigError, match=r"train.bin does not say where documents begin.*last_token.*borders=False"):
+    with pytest.raises(ConfigError, match=r"train.bin does not mark where documents begin.*last_token.*borders=False"):
         rows_of(TokenFile(path))
 
 
@@ -142,11 +142,11 @@ def test_rare_texts_are_there() -> None:
         ([0.0, 0.0], "the weights of a, b sum to 0"),
         ([1.0, -1.0], "weights {'a': 1.0, 'b': -1.0} must be finite numbers, at least 0"),
         ([1.0, float("nan")], "must be finite"),
-        ([1.0, 1.0], "b has no whole row"),
+        ([1.0, 1.0], "b does not have a whole row"),
     ],
 )
 def test_bad_weights(weights: list[float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Mixture([Named("a", 7), Named("b", 0)], weights)  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="a has no whole row"):
+    with pytest.raises(ConfigError, match="a does not have a whole row"):
         Mixture([Named("a", 0)])  # type: ignore[list-item]

@@ -79,10 +79,12 @@ def test_what_does_not_divide(options: dict[str, int], size: int, message: str) 
 
 
 def test_what_contradicts() -> None:
-    with pytest.raises(ConfigError, match="batch_size=4 and global_batch_size=8 of ByteTextDataModule both say"):
+    with pytest.raises(ConfigError, match="batch_size=4 and global_batch_size=8 of ByteTextDataModule both"):
         ByteTextDataModule(batch_size=4, global_batch_size=8)
     with pytest.raises(ConfigError, match="global_batch_size=0 of ByteTextDataModule must be at least 1"):
         ByteTextDataModule(global_batch_size=0)
     run = trainer(D9DStrategy(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
-    with pytest.raises(ConfigError, match="global_batch_size=8 cannot be kept, as a GradientAccumulationScheduler"):
+    with pytest.raises(
+        ConfigError, match="global_batch_size=8 cannot be kept, because a GradientAccumulationScheduler"
+    ):
         rows_of_rank(8, run)

@@ -194,11 +194,11 @@ def test_several_files_and_a_file_for_validation(file: Path, tmp_path: Path) -> 
     ("options", "message"),
     [
         ({"sequence_length": 0}, "sequence_length=0 of ChatDataModule must be at least 1"),
-        ({"batch_size": 2, "global_batch_size": 4}, "both say how large batches are"),
+        ({"batch_size": 2, "global_batch_size": 4}, "both set the size of batches"),
         ({"num_workers": -1}, "num_workers=-1 of ChatDataModule must be at least 0"),
-        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8 does nothing with packing=True"),
-        ({"validation": "a", "validation_fraction": 0.1}, "both say what is held out"),
-        ({"validation_fraction": 1.0}, "validation_fraction=1.0 of ChatDataModule must lie between 0 and 1"),
+        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8 has no effect with packing=True"),
+        ({"validation": "a", "validation_fraction": 0.1}, "both set the validation data"),
+        ({"validation_fraction": 1.0}, "validation_fraction=1.0 of ChatDataModule must be between 0 and 1"),
     ],
 )
 def test_settings_that_are_refused(options: dict[str, Any], message: str) -> None:
@@ -235,7 +235,7 @@ def test_files_that_are_refused(tmp_path: Path, name: str, content: bytes | None
 def test_too_few_chats(file: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"training data of ChatDataModule are \d+ rows of .*, but 512 are needed .*batch_size=256, 2 d",
+        match=r"training data of ChatDataModule have \d+ rows of .*, but 512 are needed .*batch_size=256, 2 d",
     ):
         data(str(file), num_ranks=2, batch_size=256).train_dataloader()
     with pytest.raises(ConfigError, match=r"no chat can be trained on: .*samples too long for their first turn: 120"):

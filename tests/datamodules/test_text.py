@@ -135,9 +135,9 @@ def test_held_out_windows(folder: Path):
         ({"validation_fraction": 1.0}, "validation_fraction=1.0.*between 0 and 1"),
         (
             {"sequence_length": 1000},
-            r"training data of ByteTextDataModule are 3 rows .*=1000.*batch_size=4.*lower sequence_length",
+            r"training data of ByteTextDataModule have 3 rows .*=1000.*batch_size=4.*lower sequence_length",
         ),
-        ({"validation_fraction": 0.001}, "held-out data of ByteTextDataModule are 0 rows"),
+        ({"validation_fraction": 0.001}, "held-out data of ByteTextDataModule have 0 rows"),
     ],
 )
 def test_bad_input(folder: Path, arguments: dict[str, Any], message: str):

@@ -98,11 +98,11 @@ def test_texts_are_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("a.jsonl", {}, r"a\.jsonl has texts; name the tokenizer"),
-        ("a.txt", {}, r"a\.txt has texts; name the tokenizer"),
+        ("a.jsonl", {}, r"a\.jsonl has texts; name their tokenizer"),
+        ("a.txt", {}, r"a\.txt has texts; name their tokenizer"),
         ("a.txt", {"column": "b"}, "are for texts, which need a tokenizer"),
         ("a.txt", {"column": "b", "tokenizer": "bytes"}, "column='b' has no effect"),
-        ("a", {"tokenizer": "bytes"}, "the tokenizer 'bytes' has no effect: all files are tokens"),
+        ("a", {"tokenizer": "bytes"}, "the tokenizer 'bytes' has no effect: all files have tokens"),
         ("a.jsonl", {"tokenizer": "bytes"}, r"a\.jsonl, line 1 has no field 'text' \(it has 'content'\)"),
         ("broken.jsonl", {"tokenizer": "bytes"}, r"broken\.jsonl, line 1 is not JSON"),
         ("empty.txt", {"tokenizer": "bytes"}, r"no document has any text \(1 empty\)"),

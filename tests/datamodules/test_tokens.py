@@ -130,7 +130,7 @@ def test_files_without_an_index(tmp_path: Path) -> None:
     module = data(str(tmp_path / "train.bin"), last_token=0)
     batch = next(iter(module.train_dataloader()))
     assert batch["document_ids"].tolist() == [[0] * 4 + [1] * 4] * 4
-    with pytest.raises(ConfigError, match=r"train\.bin does not say where documents begin"):
+    with pytest.raises(ConfigError, match=r"train\.bin does not mark where documents begin"):
         data(str(tmp_path / "train.bin"))
 
 
@@ -142,19 +142,19 @@ def test_files_without_an_index(tmp_path: Path) -> None:
         ({"files": "nothing"}, r"nothing\.bin cannot be read: it does not exist"),
         ({"weights": [0.0, 0.0]}, "sum to 0"),
         ({"weights": [1.0, -1.0]}, "must be finite numbers, at least 0"),
-        ({"sequence_length": 10**6}, "has no whole row; give more text, or lower sequence_length"),
+        ({"sequence_length": 10**6}, "does not have a whole row; give more text, or lower sequence_length"),
         (
             {"batch_size": 1000},
-            r"training data of TokenDataModule are \d+ rows of sequence_length=8, but 1000 are needed",
+            r"training data of TokenDataModule have \d+ rows of sequence_length=8, but 1000 are needed",
         ),
         ({"validation_fraction": 1e-9}, "held-out data of TokenDataModule are 0 rows of sequence_length=8"),
         ({"validation_fraction": 1.5}, "validation_fraction=1.5 of TokenDataModule must lie between"),
-        ({"validation_files": "b"}, "both say what is held out"),
-        ({"first_token": 1, "last_token": 2}, "both say where documents meet"),
-        ({"last_token": 2, "borders": False}, "makes no use of the token 2"),
-        ({"last_token": 2}, "the token 2 has no effect: all of .* say where documents begin"),
+        ({"validation_files": "b"}, "both set the validation data"),
+        ({"first_token": 1, "last_token": 2}, "both"),
+        ({"last_token": 2, "borders": False}, "does not use the token 2"),
+        ({"last_token": 2}, "the token 2 has no effect: all of .* store where documents begin"),
         ({"num_workers": -1}, "num_workers=-1 of TokenDataModule"),
-        ({"global_batch_size": 4}, "both say how large batches are"),
+        ({"global_batch_size": 4}, "both set the size of batches"),
         ({"vocab_size": 10_000}, r"b\.bin has the id \d+ at token \d+, but vocab_size=10000 of the model"),
     ],
 )

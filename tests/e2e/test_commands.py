@@ -161,7 +161,8 @@ def test_predict_writes_files_unless_it_is_left_out(
     with pytest.raises(SystemExit, match="2"):
         predict_here(output=tmp_path)
     assert (
-        "it exists and is not an empty directory; choose another path or set overwrite=True" in capsys.readouterr().err
+        "it already exists and is not an empty directory; choose another path or set overwrite=True"
+        in capsys.readouterr().err
     )
     predict_here("--predictions.directory", tmp_path / "other", output=tmp_path)
     assert_close_named("rows", torch.cat([tensor for _, tensor in read_tensors(tmp_path / "other")]), rows)

@@ -54,7 +54,7 @@ def test_the_model_is_as_it_was_between_calls() -> None:
 def test_what_cannot_be_is_refused() -> None:
     decoder = CachedDecoder(model_of(), 4)
     decoder(torch.zeros(1, 3, dtype=torch.long))
-    with pytest.raises(ConfigError, match="5 tokens are more than max_length=4"):
+    with pytest.raises(ConfigError, match="5 tokens exceed max_length=4"):
         decoder(torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(ConfigError, match="not stage 0 of 2"):
         CachedDecoder(Qwen3MoeForCausalLM(CONFIG, StageInfo(0, 2)), 4)

@@ -106,7 +106,7 @@ def test_a_tokenizer_beside_the_model_is_taken(tmp_path: Path, capsys: pytest.Ca
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     torch.manual_seed(0)
     save_huggingface(Qwen3MoeForCausalLM(CONFIG), tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"has no tokenizer .* beside it; give one by --tokenizer"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer .* beside it. Give one with --tokenizer"):
         load_tokenizer(None, tmp_path / "model", 64)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
     assert load_tokenizer(None, tmp_path / "model", 64).encode("the model") == [1, 2]

@@ -58,7 +58,7 @@ def test_a_text_is_that_of_its_seed_and_ends_where_told() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the prompt has no token"):
+    with pytest.raises(ConfigError, match="the prompt has no tokens"):
         generate(model_of(), torch.tensor([], dtype=torch.long), 1)
     with pytest.raises(ConfigError, match=r"max_position_embeddings=64 of the model; ask for at most 62"):
         generate(model_of(), torch.tensor([1, 2]), 63)
@@ -68,7 +68,7 @@ def test_what_cannot_be_is_refused() -> None:
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
-        ({"top_k": 3}, "do nothing at temperature=0"),
+        ({"top_k": 3}, "have no effect at temperature=0"),
     )
     for options, text in wrong:
         with pytest.raises(ConfigError, match=text):

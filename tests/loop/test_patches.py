@@ -84,10 +84,10 @@ def test_refuses_what_the_table_has_not(owner: Any, attribute: str) -> None:
     patches, it = Patches(run), owner(run)
     before = dict(vars(it))
     with pytest.raises(
-        ValueError, match=rf"{type(it).__name__}\.{attribute} is not replaced: PATCHES in .* has no row"
+        ValueError, match=rf"{type(it).__name__}\.{attribute} cannot be replaced: PATCHES in .* has no row"
     ):
         patches.replace(it, attribute, lambda: None)
-    with pytest.raises(ValueError, match="is not replaced"):
+    with pytest.raises(ValueError, match="cannot be replaced"):
         patches.write(it, attribute, "loss", 1.0)
     assert vars(it) == before
 

@@ -492,7 +492,7 @@ def test_a_hook_that_changes_the_number_of_rows_is_refused(rank: RankContext) ->
             return {key: torch.cat([value, value]) for key, value in batch.items()}
 
     batches = batches_of([[ROWS] * 2, [ROWS] * 3])
-    with pytest.raises(ConfigError, match=r"makes 8 microbatches, but .* no rank's made more than 4"):
+    with pytest.raises(ConfigError, match=r"makes 8 microbatches, but .* no rank had more than 4"):
         run_trainer(rank, Equal(microbatch_size=1)).fit(Doubles(), loader(batches[rank.rank]))
 
 

@@ -164,7 +164,7 @@ def test_a_batch_of_none_on_one_rank(rank: RankContext) -> None:
             return super().training_step(batch, batch_idx)
 
     data: Any = [*rows(4), *([(torch.zeros(8), None)] * 4 if rank.rank == 1 else rows(4))]
-    text = "the DataLoader of rank 1 gave None for training batch 2 "
+    text = "the DataLoader of rank 1 returned None for training batch 2 "
     with pytest.raises(RankError, match=text):
         run_trainer(rank).fit(Watch(batch_norm=False), DataLoader(data, batch_size=4, collate_fn=collate))
 
@@ -196,7 +196,7 @@ def test_a_rank_that_evaluates_nothing_and_logs_nothing(rank: RankContext, run: 
         def __iter__(self) -> Iterator[dict[str, Tensor]]:
             return iter(staged_rows(8 * rank.rank))
 
-    with pytest.raises(RankError, match=r"rank 0 logged \[\] in evaluation and rank 1 \['.*loss.*give every rank at"):
+    with pytest.raises(RankError, match=r"rank 0 logged \[\] in evaluation, but rank 1 \['.*loss.*give every rank at"):
         getattr(run_trainer(rank), run)(Staged(), DataLoader(Rows(), batch_size=4))
 
 

@@ -103,7 +103,7 @@ def test_other_numbers_are_refused_with_the_nearest(topology: str | Topology, nu
         (((Edge((0, 1), 0.5), Edge((2, 4), 0.5)),), "round 0 .* replica 4; there are 0 to 3"),
         (((Edge((0, 1), 0.5), Edge((2, 3), 0.5)),), "replica 2 never mixes with replica 0"),
         (((Edge((0, 1, 2, 3), 1.0),),), "replica 1 never mixes with replica 0"),
-        ((((0, 1), (2, 3)),), "give it objects of Edge"),
+        ((((0, 1), (2, 3)),), "use objects of Edge"),
     ],
 )
 def test_rounds_that_cannot_be_are_refused(rounds: tuple, message: str) -> None:
@@ -114,11 +114,11 @@ def test_rounds_that_cannot_be_are_refused(rounds: tuple, message: str) -> None:
 @pytest.mark.parametrize(
     ("replicas", "weight", "message"),
     [
-        ((), 1.0, "has no replica"),
+        ((), 1.0, "has no replicas"),
         ((1, 1), 0.5, "has a replica twice"),
         ((0, 1), 1.5, "must be above 0, at most 1"),
         ((0, 1), 0.0, "must be above 0"),
-        ((3,), 0.5, "weights of replica 3 sum to 0.5"),
+        ((3,), 0.5, "replica 3 has a total weight of 0.5"),
     ],
 )
 def test_edges_that_cannot_be_are_refused(replicas: tuple[int, ...], weight: float, message: str) -> None:

@@ -215,7 +215,7 @@ BAD_TENSORS = {
     ),
     "shape": (
         lambda t: t.update({"model.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(24, 33)}),
-        "model.layers.0.mlp.experts.3.up_proj.weight has shape (24, 33) and the model (24, 32)",
+        "model.layers.0.mlp.experts.3.up_proj.weight has shape (24, 33), but the model has (24, 32)",
     ),
     "stacked shape": (
         lambda t: [
@@ -382,7 +382,7 @@ def test_directory_is_replaced_only_when_asked(saved):
     load_huggingface(model, saved)
     assert_same_weights(model, make_model(seed=1))
     (saved.parent / "file").touch()
-    with pytest.raises(StateError, match="a file, which a directory does not replace; choose another"):
+    with pytest.raises(StateError, match="a file, which a directory cannot replace; choose another"):
         save_huggingface(model, saved.parent / "file", overwrite=True)
 
 

@@ -217,7 +217,7 @@ def test_layers_of_the_strategy_win() -> None:
 def test_a_stage_without_its_input_says_what_it_takes() -> None:
     ids, _, _ = make_batch()
     with pytest.raises(
-        ConfigError, match="stage 1 of 2 was called without hidden_states: the first stage takes input_ids"
+        ConfigError, match=r"stage 1 of 2 was called without hidden_states\. The first stage takes input_ids"
     ):
         Qwen3MoeForCausalLM(CONFIG, StageInfo(1, 2))(ids)
     with pytest.raises(ConfigError, match="stage 0 of 1 was called without input_ids"):

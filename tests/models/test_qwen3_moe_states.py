@@ -148,7 +148,7 @@ def test_what_padding_has_stays_out() -> None:
 IDS = torch.arange(12).view(2, 6)
 REFUSED: dict[str, tuple[str, StageInfo, dict[str, Any]]] = {
     "unknown": (
-        "output_hidden_states='mean' must be False, True .* or 'whole' .* give pooling_mask",
+        "output_hidden_states='mean' must be False, True .* or 'whole' .* use pooling_mask",
         StageInfo(0, 1),
         {"input_ids": IDS, "output_hidden_states": "mean"},
     ),
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[str, StageInfo, dict[str, Any]]] = {
         {"input_ids": IDS, "pooling_mask": torch.ones(2, 6)},
     ),
     "a row for all": (
-        r"pooling_mask has shape \[1, 6\], but the tokens of this rank are \[2, 6\].*sequence_dims",
+        r"pooling_mask has shape \[1, 6\], but the tokens of this rank have \[2, 6\].*sequence_dims",
         StageInfo(0, 1),
         {"input_ids": IDS, "pooling_mask": torch.ones(1, 6, dtype=torch.bool)},
     ),

@@ -225,5 +225,5 @@ def test_a_rank_on_another_host_is_refused_on_every_rank(rank: RankContext) -> N
 
 @pytest.mark.ranks(2)
 def test_experts_that_ranks_do_not_divide_are_refused(rank: RankContext) -> None:
-    with pytest.raises(ConfigError, match=r"7 experts cannot be spread evenly over the 2 ranks \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"7 experts cannot be distributed evenly over the 2 ranks \[0, 1\]"):
         PeerDispatch(7, rank.group)

@@ -272,7 +272,9 @@ def test_named_kernels(kernel):
         sinks = torch.randn(4, device="cuda").requires_grad_() if has_sinks else None
         options = {"window": window, "sinks": sinks}
         if (is_masked and kernel in ("cudnn", "flash")) or (has_sinks and kernel in ("efficient", "flash-attn")):
-            with pytest.raises(ConfigError, match=f"kernel='{kernel}' cannot run .* Can: 'auto', .*'math', 'triton'"):
+            with pytest.raises(
+                ConfigError, match=f"kernel='{kernel}' does not support .* Supported: 'auto', .*'math', 'triton'"
+            ):
                 attention(*inputs, documents, kernel=kernel, **options)
         else:
             actual = attention(*inputs, documents, kernel=kernel, **options)
@@ -335,7 +337,7 @@ def test_math_is_what_torch_calls_so():
 def test_a_kernel_that_cannot(kernel, reason):
     inputs, _ = make(4, 2)
     with pytest.raises(
-        ConfigError, match=f"kernel='{kernel}' cannot run this attention: {reason}.* Can: 'auto', 'math'"
+        ConfigError, match=f"kernel='{kernel}' does not support this attention: {reason}.* Supported: 'auto', 'math'"
     ):
         attention(*inputs, kernel=kernel)
 
@@ -347,7 +349,7 @@ def test_arguments_that_do_not_fit():
         ((q[:, :3], k, v), {}, "a number of heads that divides that of q"),
         ((q, k, v, ids_of("one")[:, 1:]), {}, r"documents \[2, 32\] of torch.int64 must be integers of .* \[2, 33\]"),
         ((q, k, v), {"window": 0}, "window=0 must be 1 or more"),
-        ((q, k, v), {"sinks": torch.zeros(2)}, r"sinks \[2\] must be one number a head of q, here 4"),
+        ((q, k, v), {"sinks": torch.zeros(2)}, r"sinks \[2\] must have one number for each head of q, here 4"),
         ((q, k, v), {"kernel": "cuda"}, "kernel='cuda' must be one of 'auto', 'cudnn'"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -66,7 +66,7 @@ def test_documents_in_pieces_are_not_for_packages():
     package = package_of([], returns_logarithms=False)
     with (
         patch.object(packages, "flash_attention_package", lambda: package),
-        pytest.raises(ConfigError, match="an id that comes again after another one"),
+        pytest.raises(ConfigError, match="an id again after another id"),
     ):
         packages.flash_attention(q, k, v, ids_of("come again"), None)
 

@@ -420,7 +420,7 @@ def test_labels_outside_of_the_vocabulary(bad):
     [
         ({"labels": torch.zeros(3, dtype=torch.int64)}, r"x \[7, 5\], weight \[13, 5\] and labels \[3\] must be"),
         ({"weight": torch.zeros(VOCAB, 4)}, r"weight \[13, 4\]"),
-        ({"weight": torch.zeros(VOCAB, HIDDEN).half()}, "weight is torch.float16 and x is torch.float32"),
+        ({"weight": torch.zeros(VOCAB, HIDDEN).half()}, "weight is torch.float16, but x is torch.float32"),
         ({"bias": torch.zeros(2)}, r"bias \[2\] must be \[13\]"),
         ({"reduction": "mean"}, "reduction='mean' must be 'none' or 'sum'"),
         ({"options": LossOptions(soft_cap=0.0)}, "soft_cap=0.0 must be above 0"),

@@ -128,7 +128,7 @@ def test_shapes_that_do_not_fit():
         swiglu(torch.ones(2, 7))
     with pytest.raises(ConfigError, match=r"gate \[2, 7\] and up \[1, 7\] must have one shape"):
         swiglu((torch.ones(2, 7), torch.ones(1, 7)))
-    with pytest.raises(ConfigError, match=r"weights \[3\] must have a number for each row of \[2, 8\]"):
+    with pytest.raises(ConfigError, match=r"weights \[3\] must have one number for each row of \[2, 8\]"):
         swiglu(torch.ones(2, 8), torch.ones(3))
 
 

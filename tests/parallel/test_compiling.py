@@ -156,7 +156,7 @@ def test_calls_are_taken_back() -> None:
 def test_a_forward_of_the_owner_s_is_refused() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
     model[0][0].forward = nn.Identity().forward  # type: ignore[index,union-attr]
-    with pytest.raises(ConfigError, match="a Linear has a forward of its own"):
+    with pytest.raises(ConfigError, match="the instance of Linear has its own forward"):
         compile_blocks(model, COMPILED)
 
 

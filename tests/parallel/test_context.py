@@ -223,7 +223,7 @@ def test_a_window_and_sinks(rank: RankContext) -> None:
 def test_a_window_or_sinks_that_a_kind_does_not_take(kind: str, options: dict[str, Any]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        message = rf"Attention takes neither window={options.get('window')} nor sinks; .*context='heads'"
+        message = rf"Attention supports neither window={options.get('window')} nor sinks; .*context='heads'"
         with pytest.raises(ConfigError, match=message):
             shard_context(Stage(**options), dist.group.WORLD, kind)
         q, k, v = make()[:3]

@@ -203,7 +203,7 @@ def test_a_sharded_parameter_that_nobody_sums_is_refused() -> None:
     with fake_world(0, 4):
         context = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
         parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), context, [Shard(0)], src_data_rank=None))
-        with pytest.raises(ConfigError, match=r"\(8, 8\) .* on the axes cp, and nothing would sum its gradient"):
+        with pytest.raises(ConfigError, match=r"\(8, 8\) .* on the axes cp, so nothing would sum its gradient"):
             sharding_kind(parameter, set())
 
 

@@ -426,7 +426,7 @@ def test_another_way_in_the_recomputation_raises() -> None:
     y = model(torch.randn(4, 4))
     model.is_changed = True
     with pytest.raises(
-        RuntimeError, match=r"called aten\.addmm\.default where its forward had called aten\.mm\.default"
+        RuntimeError, match=r"called aten\.addmm\.default, but its forward had called aten\.mm\.default"
     ):
         y.sum().backward()
 

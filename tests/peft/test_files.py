@@ -294,12 +294,12 @@ GATE = "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_B.weight"
             lambda d: edit(d, lambda t: t.update({Q_A: torch.zeros(5, 16)})),
             r"q_proj\.lora_A\.weight is .*\[5, 16\].*\[4, 16\]",
         ),
-        (lambda d: edit(d, lambda t: t.pop(Q_A)), r"q_proj\.lora_B\.weight is there without its other matrix"),
+        (lambda d: edit(d, lambda t: t.pop(Q_A)), r"q_proj\.lora_B\.weight lacks its other matrix"),
         (
             lambda d: edit(d, lambda t: [t.pop(n) for n in [*t] if ".experts.7." in n]),
-            r"has 8 experts, and the file lacks",
+            r"has 8 experts, but the file has",
         ),
-        (lambda d: edit(d, lambda t: t.pop(GATE)), "gate_proj.lora_A.weight is there without its other matrix"),
+        (lambda d: edit(d, lambda t: t.pop(GATE)), "gate_proj.lora_A.weight lacks its other matrix"),
         (
             lambda d: edit(d, lambda t: t.update({"odd.weight": torch.zeros(1)})),
             "odd.weight is not a tensor of a low-rank",
@@ -314,7 +314,7 @@ GATE = "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_B.weight"
                     }
                 ),
             ),
-            "adapter of .*z_proj, and the model none",
+            "adapter of .*z_proj, but the model has none",
         ),
         (lambda d: configure(d, use_dora=True), "use_dora=True is not supported"),
         (lambda d: configure(d, modules_to_save=["norm"]), r"modules_to_save=\['norm'\] is not supported"),
@@ -323,7 +323,7 @@ GATE = "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_B.weight"
         (lambda d: (d / "adapter_config.json").write_text("{"), "cannot be read as a JSON configuration"),
         (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json"),
         (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
-        (lambda d: edit(d, lambda t: t.clear()), "it has no adapters"),
+        (lambda d: edit(d, lambda t: t.clear()), "the checkpoint has no adapters"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused(base, tmp_path, damage, expected):
@@ -343,10 +343,10 @@ def test_damaged_and_foreign_files_are_refused(base, tmp_path, damage, expected)
 def test_other_adapters_are_refused(base, tmp_path):
     save_adapter(adapted(base, METHODS["attention"]), tmp_path / "adapter")
     for method, expected in (
-        (LoRA(rank=3, targets=["self_attn"]), "has rank 2, and that of the model 3"),
+        (LoRA(rank=3, targets=["self_attn"]), "has rank 2, but that of the model has rank 3"),
         (
             LoRA(rank=2, targets=["q_proj"]),
-            r"has an adapter of model\.layers\.0\.self_attn\.k_proj.*and the model none",
+            r"has an adapter of model\.layers\.0\.self_attn\.k_proj.*but the model has none",
         ),
         (LoRA(rank=2), r"lacks an adapter of model\.layers\.0\.mlp\.experts\.down_proj"),
     ):
@@ -357,7 +357,7 @@ def test_other_adapters_are_refused(base, tmp_path):
 def test_what_files_cannot_have_is_refused(base, tmp_path):
     cases = (
         (Stack([LoRA(rank=2), FullTune("norm")]), {}, r"model\.norm\.weight is trained whole.*save_huggingface"),
-        (LoRA(rank=2, targets=["experts.gate_up_proj"]), {}, "down_proj beside it none.*layout='fused'"),
+        (LoRA(rank=2, targets=["experts.gate_up_proj"]), {}, "down_proj beside it has none.*layout='fused'"),
         (LoRA(rank=2), {"layout": "flat"}, "layout='flat' must be one of 'experts', 'fused'"),
     )
     for method, options, expected in cases:

@@ -79,12 +79,12 @@ def test_a_target_is_a_name_or_its_end(pattern, expected):
         (
             LoRA(targets=["qproj"]),
             {},
-            r"matches no name of Qwen3MoeForCausalLM; near are model\.layers\.0\.self_attn\.q",
+            r"matches no name of Qwen3MoeForCausalLM; the nearest are model\.layers\.0\.self_attn\.q",
         ),
         (
             LoRA(targets=["q_proj", "gate"]),
             {},
-            "mlp.gate.weight of a TopKRouter cannot have an adapter.* take FullTune",
+            "mlp.gate.weight of a TopKRouter cannot have an adapter.* Use FullTune",
         ),
         (LoRA(targets=["q_proj("]), {}, "is not a regular expression"),
         (LoRA(rank=9), {}, r"rank 9 is larger than a dim of model\.layers\.0\.self_attn\.k_proj.*\[8, 16\].*at most 8"),
@@ -93,7 +93,7 @@ def test_a_target_is_a_name_or_its_end(pattern, expected):
         (LoRA(targets=["lm_head"]), {"tie_word_embeddings": True}, "matches no name"),
         (LoRA(targets=["embed_tokens"]), {"tie_word_embeddings": True}, "tied embeddings.*FullTune"),
         (LoRA(targets=["lm_head"]), {"vocab_splits": {"text": 40, "new": 8}}, "a vocabulary in parts has no adapter"),
-        (FullTune(["nrm"]), {}, "matches no name of Qwen3MoeForCausalLM; near are model"),
+        (FullTune(["nrm"]), {}, "matches no name of Qwen3MoeForCausalLM; the nearest are model"),
         (Stack([LoRA(rank=2), LoRA(rank=2, targets=["q_proj"])]), {}, "two methods give model.layers.0.self_attn.q_pr"),
     ],
 )
@@ -122,7 +122,7 @@ def test_settings_outside_of_their_range_are_refused(make, expected):
 def test_a_weight_of_two_layers_has_no_adapter():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[1].weight = module[0].weight
-    with pytest.raises(ConfigError, match="0 cannot have an adapter, as another layer has the same weight"):
+    with pytest.raises(ConfigError, match="0 cannot have an adapter, because another layer has the same weight"):
         LoRA(rank=2, targets=["0"]).plan(module)
 
 
@@ -130,7 +130,7 @@ def test_a_weight_of_two_layers_has_no_adapter():
 def test_layers_that_are_not_called_have_no_adapter(make):
     """An encoder layer of torch reads its weights where nothing is differentiated."""
     module = nn.Sequential(make(4, 2), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match=rf"0\..*cannot have an adapter, as {make.__name__} reads the weight"):
+    with pytest.raises(ConfigError, match=rf"0\..*cannot have an adapter, because {make.__name__} reads the weight"):
         LoRA(rank=2, targets=[r"0\..*"]).plan(module)
     assert LoRA(rank=2, targets=["1"]).plan(module).adapters.keys() == {"1"}
 

@@ -58,7 +58,10 @@ def error_on_all(rank: RankContext, kind: type[Exception], action: Callable[[], 
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        (LoRA(targets=["qproj"]), r"'qproj'\]\) matches no name .*; near are model\.layers\.0\.self_attn\.q_proj"),
+        (
+            LoRA(targets=["qproj"]),
+            r"'qproj'\]\) matches no name .*; the nearest are model\.layers\.0\.self_attn\.q_proj",
+        ),
         (
             LoRA(rank=9, targets=[r"layers\.3\.self_attn"]),
             r"rank 9 is larger than a dim of model\.layers\.3\..*\[8, 16\].*at most 8",
@@ -80,7 +83,7 @@ def test_targets_in_compiled_blocks(rank: RankContext) -> None:
     compile_blocks(model.model, ParallelConfig(compile=True))
     message = error_on_all(rank, ConfigError, lambda: inject(model, LAYERS))
     assert "model.layers.0.self_attn.q_proj is in a" in message
-    assert "compiled, recomputed or sharded, which would not see the adapter; call inject before" in message
+    assert "compiled, recomputed or sharded, which would not see the adapter; call inject first" in message
     assert not is_adapted(model)
 
 
@@ -129,7 +132,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str,
         lambda t: t.update({f"{LAST}.mlp.experts.7.down_proj.lora_B.weight": torch.zeros(15, 2)}),
         (f"{LAST}.mlp.experts.7.down_proj.lora_B.weight is", "[15, 2]", "[16, 2]"),
     ),
-    "name": (rename, ("_proj.lora_", "is there without its other matrix")),
+    "name": (rename, ("_proj.lora_", "lacks its other matrix")),
     "unknown": (
         lambda t: t.update({"model.layers.3.odd": torch.zeros(1)}),
         ("model.layers.3.odd is not a tensor of a low-rank adapter; save the adapter without it",),
@@ -172,7 +175,7 @@ def test_what_another_stage_trains_whole_is_not_lost(rank: RankContext) -> None:
     """Of a pipeline the last stage alone has adapters, and the first one an embedding that is trained."""
     method = Stack([LAST_LAYER, FullTune("embed_tokens")])
     message = refused(rank, PIPELINE, ConfigError, lambda module: save_adapter(module, rank.tmp_dir / "none"), method)
-    assert "model.embed_tokens.weight is trained whole, which a file of adapters does not have" in message
+    assert "model.embed_tokens.weight is trained whole, which a file of adapters cannot contain;" in message
     assert not (rank.tmp_dir / "none").exists()
 
 

@@ -41,7 +41,7 @@ def test_values_of_the_old_interface_are_refused() -> None:
 
     message = (
         r"initial_values\(\) of submodule 'part' \(Older\) gives 'weight' a DrawnByGenerator, .* Return "
-        r"\{'weight': Normal\(std=0.02\)\} .* needs fill_slice_\(target, shape, ranges, key\) in place of draw"
+        r"\{'weight': Normal\(std=0.02\)\} .* needs fill_slice_\(target, shape, ranges, key\) instead of draw"
     )
     with torch.device("meta"):
         module = nn.ModuleDict({"part": Older(3, 4, initializer_range=1.0)})

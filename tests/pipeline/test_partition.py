@@ -48,8 +48,8 @@ def test_layers_and_virtual_layers(arguments: tuple[int, int, int, int], expecte
         ((2, 4, 1, 1), "2 layers cannot be split into 4 stages.*use 1 to 2 stages"),
         ((5, 0), "5 layers cannot be split into 0 stages"),
         ((4, 2, 0, 4), "4 layers, with 0 virtual ones before and 4 after them, are 4 or 5 for each of 2 stages. "
-         "Stage 1 would not have a real one. Use fewer virtual layers or fewer stages"),
-        ((4, 2, 6, 0), "Stage 0 would not have"),
+                       "Stage 1 would have no real layer. Use fewer virtual layers or fewer stages"),
+        ((4, 2, 6, 0), "Stage 0 would have"),
         ((4, 2, -1, 0), "-1 virtual layers before and 0 after.*at least 0"),
     ],
 )  # fmt: skip

@@ -78,7 +78,7 @@ class Fixed(Mapping):
 
 
 def test_a_container_that_cannot_be_made_anew_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a batch has a Fixed, which cannot be made from new values.*split_batch"):
+    with pytest.raises(ConfigError, match=r"a batch has a Fixed, which cannot be built from new values.*split_batch"):
         split(Fixed(), 2)
 
 

@@ -61,7 +61,7 @@ def test_legal(text: str) -> None:
         (
             LOCAL,
             ("0UNSHARD", "0UNSHARD 0UNSHARD"),
-            "rank 0, action 1: 0UNSHARD gathers a stage that is gathered already; leave it out",
+            "rank 0, action 1: 0UNSHARD gathers a stage that is already gathered; leave it out",
         ),
         (
             LOCAL,

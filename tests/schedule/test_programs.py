@@ -149,7 +149,7 @@ def test_collectives_of_data_parallelism() -> None:
 
 
 def test_messages_are_added_once() -> None:
-    with pytest.raises(ScheduleError, match="has sends and receives already"):
+    with pytest.raises(ScheduleError, match="has sends and receives;"):
         add_messages(OneForwardOneBackward().program(2, 2))
 
 

@@ -48,7 +48,9 @@ def test_what_a_killed_save_left_is_put_back_or_removed(tmp_path: Path) -> None:
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
     make(tmp_path / "other", "old")
     (tmp_path / "link").symlink_to("other")
-    with pytest.raises(StateError, match=r"it cannot be written: it exists and is not an empty directory; .*overwrite"):
+    with pytest.raises(
+        StateError, match=r"it cannot be written: it already exists and is not an empty directory; .*overwrite"
+    ):
         write(tmp_path / "link", "new", overwrite=False)
     write(tmp_path / "link", "new")
     assert sorted(os.listdir(tmp_path)) == ["link", "other"]

@@ -96,7 +96,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 def test_a_flipped_bit_in_a_file_of_ours(saved: Path, place: int) -> None:
     path = file_of(saved, "a")
     flip(path, place)
-    refuses(saved, str(path), "a is damaged or was replaced: its checksum is not that of the manifest")
+    refuses(saved, str(path), "a is damaged or was replaced: its checksum differs from the manifest's;")
     found = dict(read_tensors(saved, verify=False))
     assert sum(int((found[name] != tensor).sum()) for name, tensor in make_tensors().items()) == 1
     with pytest.raises(StateError, match="a is damaged"):
@@ -150,7 +150,7 @@ def test_a_tensor_that_was_exchanged_for_a_sound_one(saved: Path) -> None:
     save_file({"a": torch.zeros(4, 6)}, file_of(saved, "a"))
     refuses(saved, "a is damaged")
     save_file({"a": torch.zeros(4, 6).half()}, file_of(saved, "a"))
-    refuses(saved, "a has dtype F16, in the manifest F32")
+    refuses(saved, "a has dtype F16, but the manifest has F32")
     save_file({"b": make_tensors()["b"], "d": torch.zeros(1)}, file_of(saved, "b"))
     edit_json(saved / INDEX, lambda index: index["weight_map"].update(d=file_of(saved, "b").name))
     targets = {"d": torch.ones(1)}
@@ -231,7 +231,7 @@ def test_a_file_that_is_larger_than_all_memory(tmp_path: Path) -> None:
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another name": (lambda h: h.update(x=h.pop("a")), "lacks a, which the index puts there"),
-    "another shape": (lambda h: h["a"].update(shape=[6, 4]), "a has shape [6, 4] in the files and [4, 6] here"),
+    "another shape": (lambda h: h["a"].update(shape=[6, 4]), "a has shape [6, 4] in the files, but [4, 6] here"),
     "a shape of other size": (lambda h: h["a"].update(shape=[4, 5]), "invalid shape, data type, or offset"),
     "a huge shape": (lambda h: h["a"].update(shape=[2**62, 2**62]), "overflow computing buffer size"),
     "a negative shape": (lambda h: h["a"].update(shape=[-4, -6]), "integer `-4`, expected usize"),

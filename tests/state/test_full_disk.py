@@ -166,6 +166,6 @@ def test_an_export_to_a_store_that_fails_leaves_the_old(tmp_path: Path) -> None:
         ):
             save(url, 2)
         assert saved(url) == 2
-        with pytest.raises(StateError, match="it is a file, which a directory does not replace"):
+        with pytest.raises(StateError, match="it is a file, which a directory cannot replace"):
             save(f"{url}/model.safetensors.index.json", 1)
     assert len(os.listdir(tmp_path / NAME)) == 4

@@ -261,7 +261,7 @@ def test_what_is_read_is_not_replaced(tmp_path: Path, former: str) -> None:
     home = f"{tmp_path}/" if not former else f"file://{tmp_path}/" if former == "file" else former
     save_tensors(make_tensors(), f"{home}model")
     for target in (f"{home}model", f"{home}model/new", home):
-        with pytest.raises(StateError, match=r"cannot be saved to .* the target .*, which is read; give another"):
+        with pytest.raises(StateError, match=r"cannot be saved to .* the target .*, which is read; choose another"):
             save_tensors(SafetensorsReader(f"{home}model"), target, overwrite=True)
     with pytest.raises(StateError, match="contains"):
         save_tensors(SafetensorsReader(f"{home}model/model.safetensors"), f"{home}model", overwrite=True)
@@ -326,7 +326,7 @@ def test_what_would_be_lost_is_named(tmp_path: Path) -> None:
         save_tensors(make_tensors(), tmp_path / "new", Identity(["0.q"]))
     with pytest.raises(ConfigError, match=r"dtype=torch\.int8"):
         save_tensors(make_tensors(), tmp_path / "new", dtype=torch.int8)
-    with pytest.raises(StateError, match="complex64, which safetensors files do not have"):
+    with pytest.raises(StateError, match="complex64, which safetensors files do not support"):
         save_tensors({"c": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "new")
     with pytest.raises(StateError, match="nothing to write"):
         save_tensors({}, tmp_path / "new")
@@ -450,7 +450,7 @@ def test_ranks_with_different_names(rank: RankContext, tmp_path: Path) -> None:
     if rank.rank == 1:
         found["1.norm"] = torch.zeros(6)
     before = {name: tensor.clone() for name, tensor in found.items()}
-    with pytest.raises(StateError, match=r"rank 1: 1\.norm has shape \[5\] in the files and \[6\] here"):
+    with pytest.raises(StateError, match=r"rank 1: 1\.norm has shape \[5\] in the files, but \[6\] here"):
         load_tensors(found, tmp_path / "saved")
     assert_same(found, before)
 

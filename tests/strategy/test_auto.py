@@ -108,7 +108,7 @@ def test_one_process_chooses_microbatches() -> None:
     run = trainer(strategy, max_steps=1)
     run.fit(Qwen3MoePretraining(preset="tiny", warmup_steps=0), DataLoader(rows(4), batch_size=4))
     assert run.global_step == 1
-    with pytest.raises(ConfigError, match=r"microbatch_size=2, num_microbatches=None beside schedule=Auto"):
+    with pytest.raises(ConfigError, match=r"microbatch_size=2, num_microbatches=None cannot be set with schedule=Auto"):
         D9DStrategy(schedule=Auto(batch_size=4, sequence_length=16), microbatch_size=2)
     with pytest.raises(ConfigError, match=r"schedule=.*Auto.* Plain is a plain LightningModule"):
         trainer(D9DStrategy(schedule=Auto(batch_size=4, sequence_length=16))).fit(Plain(), loader(4))

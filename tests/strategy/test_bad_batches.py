@@ -19,7 +19,7 @@ from tests.strategy.plain import trainer
 from tests.strategy.staged import Staged
 
 X, Y = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
-REMEDY = "; add what the hook needs in the DataLoader's collate_fn, or change the hook to use what the batch has"
+REMEDY = "; add the missing values in the DataLoader's collate_fn, or change the hook to use the batch's own"
 
 
 class Encoding(UserDict[str, Any]):

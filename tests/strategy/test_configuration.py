@@ -27,7 +27,9 @@ from tests.strategy.staged import Staged
 def test_ranks_with_different_configurations_are_refused(rank: RankContext, name: str) -> None:
     of_trainer = {"accumulate_grad_batches": 1 + rank.rank} if name.startswith("Trainer") else {}
     strategy = D9DStrategy(microbatch_size=None if of_trainer else 1 + rank.rank)
-    with pytest.raises(ConfigError, match=f"rank 0 has {name}=1 where rank 1 has {name}=2; start all of them alike"):
+    with pytest.raises(
+        ConfigError, match=f"rank 0 has {name}=1 where rank 1 has {name}=2; start all of them with the same one"
+    ):
         trainer(strategy, 2, str(rank.device), **of_trainer).fit(Staged(), loader(8))
 
 

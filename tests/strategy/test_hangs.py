@@ -81,7 +81,7 @@ def test_a_signal_that_means_something_else_is_refused(name: str) -> None:
 
 def test_the_signal_of_a_requeue_is_refused() -> None:
     check_report_signal("SIGUSR2", signal.SIGUSR1)
-    with pytest.raises(ConfigError, match="report_signal='SIGUSR1' puts the job back into SLURM's queue"):
+    with pytest.raises(ConfigError, match="report_signal='SIGUSR1' also requeues the job in SLURM"):
         check_report_signal("SIGUSR1", signal.SIGUSR1)
 
 

@@ -128,7 +128,7 @@ def test_data_of_unknown_length_need_max_steps() -> None:
     module = Embedded(**SGD_FALLING)
     trainer_of(max_steps=3, max_epochs=1).fit(module, loader)
     assert module.rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
-    with pytest.raises(ConfigError, match=r"phase 0 .* needs to know the steps of the run; set max_steps"):
+    with pytest.raises(ConfigError, match=r"phase 0 .* needs the number of steps of the run; set max_steps"):
         trainer_of(max_epochs=1).fit(Embedded(**SGD_FALLING), loader)
     in_steps = partial(PiecewiseLR, phases=[Phase(1.0, steps=2)])
     module = Embedded(optimizer=SGD_FALLING["optimizer"], lr_scheduler=in_steps)
@@ -211,7 +211,7 @@ class Untrained(Staged):
     [
         (
             lambda: Embedded(lr_scheduler=FALLING),
-            "`lr_scheduler` of Embedded has no effect without `optimizer`; give that",
+            "`lr_scheduler` of Embedded has no effect without `optimizer`; set that",
         ),
         (
             lambda: Embedded(parameter_groups=[ParameterGroup("*", lr=1.0)]),
@@ -221,8 +221,8 @@ class Untrained(Staged):
             lambda: OwnOptimizer(optimizer=AdamW),
             "`optimizer` has no effect: OwnOptimizer.configure_optimizers makes another",
         ),
-        (lambda: Embedded(optimizer="AdamW"), "optimizer='AdamW' makes none; give a class with settings"),
-        (lambda: Embedded(optimizer=AdamW, lr_scheduler="cosine"), "lr_scheduler='cosine' makes none"),
+        (lambda: Embedded(optimizer="AdamW"), "optimizer='AdamW' does not make one; give a class with settings"),
+        (lambda: Embedded(optimizer=AdamW, lr_scheduler="cosine"), "lr_scheduler='cosine' does not make one;"),
         (lambda: Embedded(optimizer=AdamW, parameter_groups=["*"]), r"parameter_groups has '\*'; give ParameterGroup"),
         (lambda: ParameterGroup("*"), "sets nothing; give it lr or weight_decay"),
         (lambda: ParameterGroup("*", lr=-1.0), r"lr=-1.0 of the parameter group '\*' must be at least 0"),
@@ -250,7 +250,7 @@ def test_what_settings_cannot_be(make: Any, message: str) -> None:
         (
             Rprop,
             [ParameterGroup("0.*", weight_decay=1.0)],
-            r"weight_decay=1\.0 of the parameter group '0\.\*' has no effect: Rprop has none",
+            r"weight_decay=1\.0 of the parameter group '0\.\*' has no effect, because Rprop does not support it;",
         ),
     ],
 )

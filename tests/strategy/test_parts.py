@@ -105,7 +105,7 @@ def test_staging_takes_the_schedule_that_was_given() -> None:
 def test_microbatches_of_a_pipeline_have_a_row_unless_something_is_given() -> None:
     assert Staging(OneForwardOneBackward(), None, None, pipeline_parallel=2).microbatch_count.microbatch_size == 1
     assert Staging(OneForwardOneBackward(), None, 4, pipeline_parallel=2).microbatch_count.microbatch_size is None
-    with pytest.raises(ConfigError, match=r"microbatch_size=2, num_microbatches=None beside schedule=Auto"):
+    with pytest.raises(ConfigError, match=r"microbatch_size=2, num_microbatches=None cannot be set with schedule=Auto"):
         Staging(Auto(batch_size=2, sequence_length=2), 2, None, pipeline_parallel=1)
 
 

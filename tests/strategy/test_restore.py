@@ -71,7 +71,7 @@ def test_damaged_optimizer_state_is_found_before_a_weight_has_changed(tmp_path: 
     file.write_bytes(content)
     other = Plain("adamw")
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(StateError, match=r"damaged where it has optimizer_0\.net\.0\.weight\.exp_avg:"):
+    with pytest.raises(StateError, match=r"damaged at the place of optimizer_0\.net\.0\.weight\.exp_avg:"):
         run().fit(other, loader(16), ckpt_path=tmp_path / "step.ckpt")
     for name, value in other.state_dict().items():
         assert_bitwise_equal(name, value, before[name])

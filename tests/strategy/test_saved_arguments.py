@@ -60,7 +60,7 @@ def test_what_fits(annotation: Any, value: Any, expected: Any) -> None:
         (nn.Module, NAMED, "nothing is imported"),
         (Outer, NAMED, "class_path"),
         (Outer, {"inner": NAMED}, "class_path"),
-        (Outer, "foreign.E", "Outer'> is wanted"),
+        (Outer, "foreign.E", "Outer'> is expected"),
         (Callable[[int], int], "foreign.e", "nothing is imported"),
         (type[nn.Module] | None, "foreign.E", "nothing is imported"),
         (Inner, {}, "missing 1 required"),

@@ -186,7 +186,7 @@ def test_what_does_not_hold_to_the_rules_is_refused(rank: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel=2, but no parameter of Plain .* parallelize_module"):
         start(Plain(), TWO["tensor"])
     torch.manual_seed(rank.rank)  # each rank its own part, as plain tensors
-    with pytest.raises(ConfigError, match=r"net.0.weight with hash .*What is sharded must be a DTensor"):
+    with pytest.raises(ConfigError, match=r"net.0.weight with hash .*Tensors that are sharded must be DTensors"):
         start(Plain(), TWO["tensor"])
 
     class Slice(Plain):

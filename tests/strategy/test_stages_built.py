@@ -159,7 +159,7 @@ OTHER_STAGES = {
 def test_stages_that_together_are_another_model_are_refused(rank: RankContext, name: str) -> None:
     module, message = OTHER_STAGES[name]
     run = trainer(D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), 2, rank.device.type, max_steps=1)
-    with pytest.raises(ConfigError, match=f"the 2 stages together are not the model .* as one stage. {message}"):
+    with pytest.raises(ConfigError, match=f"the 2 stages together differ from the model .* as one stage. {message}"):
         run.fit(module(), DataLoader(ROWS, batch_size=4))
     assert run.global_step == 0
 

@@ -108,7 +108,10 @@ def test_registered_by_import() -> None:
     [
         ({"schedule": "2f2b"}, r"schedule='2f2b' is unknown; choose one of \['1f1b', 'dual_pipe_v', 'gpipe', "),
         ({"schedule": "zero_buble"}, r"'zero_bubble_v'\]; did you mean 'zero_bubble'\?"),
-        ({"schedule": "Auto"}, "schedule='Auto' needs to know the batch: class_path: Auto with init_args: batch_size"),
+        (
+            {"schedule": "Auto"},
+            "schedule='Auto' needs the shape of the batch: class_path: Auto with init_args: batch_size",
+        ),
         ({"schedule": 3}, "schedule=3 is not a schedule"),
         ({"schedule": GPipe}, r"schedule=GPipe is a class; give an object, GPipe\(\)"),
         ({"microbatch_size": 0}, "microbatch_size=0 must be an integer of at least 1"),
@@ -185,7 +188,7 @@ def test_precision_plugins_that_are_not_known_to_work_are_refused(name: str, own
 def test_a_d9d_module_keeps_its_layers() -> None:
     cls = precision.TransformerEnginePrecision
     plugin = cls.__new__(cls)
-    with pytest.raises(ConfigError, match="TransformerEnginePrecision is not for a D9DModule"):
+    with pytest.raises(ConfigError, match="TransformerEnginePrecision does not support a D9DModule"):
         trainer(D9DStrategy(), plugins=[plugin]).fit(Staged(), DataLoader(staged_rows(8), batch_size=4))
 
 

@@ -267,7 +267,7 @@ REFUSED = {
         config=replace(SMALL, num_attention_heads=3, num_key_value_heads=3),
     ),
     "key heads": Refusal(
-        r"tensor_parallel=2 and 3 heads of keys and values .* divide the other; .* it can be 1, 3, 6$",
+        r"tensor_parallel=2 and 3 heads of keys and values .* divide the other; .* tensor_parallel can be 1, 3, 6$",
         config=replace(SMALL, num_attention_heads=6, num_key_value_heads=3),
     ),
     "vocabulary": Refusal(
@@ -275,7 +275,7 @@ REFUSED = {
         config=replace(SMALL, vocab_size=49),
     ),
     "parts of the vocabulary": Refusal(
-        r"vocab_splits: text, more\) is not sharded .* tensor_parallel=2; leave one of the two out",
+        r"vocab_splits: text, more\) cannot be sharded .* tensor_parallel=2; leave one of the two out",
         config=replace(SMALL, vocab_splits={"text": 40, "more": 8}),
     ),
     "dense layers": Refusal(
@@ -305,10 +305,10 @@ REFUSED = {
     ),
     "no sequences, tp": Refusal(r"tensor_parallel=2: NoSequences.sequence_dims is empty.*set it", module=NoSequences),
     "no tensor with tokens, tp": Refusal(
-        r"input_ids, labels, and none of the tensors tokens that sequence_dims names", module=Mistyped
+        r"input_ids, labels, but none of the tensors tokens that sequence_dims", module=Mistyped
     ),
     "no tensor with tokens": Refusal(
-        r"input_ids, labels, and none of the tensors tokens that sequence_dims names", CP2, module=Mistyped
+        r"input_ids, labels, but none of the tensors tokens that sequence_dims", CP2, module=Mistyped
     ),
     "other data": Refusal(r"ranks \[0, 1\] read different first train batches", CP2, batch="by rank"),
     "other data, tp": Refusal(r"ranks \[0, 1\] read different first train batches", TP2, batch="by rank"),
@@ -551,7 +551,7 @@ def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_at
 @pytest.mark.parametrize(
     ("mesh", "text"),
     [
-        (CP2, r"blocks.0.attention attends to those of its own rank alone; .*shard_context"),
+        (CP2, r"blocks.0.attention attends only to this rank's part\. .*shard_context"),
         (TP2, r"tensor_parallel=2, but no parameter of .* by lightning_d9d.parallel.shard_tensors\(stage, mesh\)"),
     ],
     ids=["cp", "tp"],

@@ -362,7 +362,7 @@ def test_a_loss_that_adds_up_tokens_trains(rank: RankContext, name: str) -> None
 
 @pytest.mark.ranks(2)
 def test_a_loss_that_is_shifted_in_the_stage_is_refused(rank: RankContext) -> None:
-    with pytest.raises(ConfigError, match=r"or the last stage makes is not a sum of what each token has"):
+    with pytest.raises(ConfigError, match=r"or the last stage makes is not a sum over pairs of a token"):
         fit_module(rank, ShiftsInStage(), context_parallel_shard=2)
 
 

@@ -1,7 +1,6 @@
 """Checks the words of the package, the examples and the pages: `python -m tests.words`.
 
-What older files have wrong is counted in `baseline.txt`. Exits with 1 where a file has more than that, or less.
-`--record` writes lower counts, and never higher ones. `--all` prints everything that is wrong, also what is counted.
+It prints what is wrong, and exits with 1 if there is something. The only exceptions are the files in `SAYS_WHY`.
 """
 
 from __future__ import annotations
@@ -9,25 +8,28 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.words.rules import RULES
 from tests.words.texts import texts_of
 
 ROOT = Path(__file__).parents[2]
-BASELINE = Path(__file__).with_name("baseline.txt")
 COINED = Path(__file__).with_name("coined.txt")
 READ = ("lightning_d9d/**/*.py", "examples/**/*.py", "noxfile.py", "docs/**/*.md", "README.md", "tests/**/*.md")
 SAYS_WHY = ("docs/reference/glossary.md", "tests/words/", "CHANGELOG.md")
-"""Where coined words are named as such, and names that are gone."""
+"""Files that may have coined words: they list words to avoid, and former names."""
 SPELLED = ("lightning_d9d", "tests", "examples", "docs", "README.md", "CHANGELOG.md", "noxfile.py")
 
 Key = tuple[str, str]
 """A file and a rule."""
 Found = dict[Key, list[str]]
 """Each problem as a line `path:line: rule: what`."""
+
+
+def files_read() -> list[Path]:
+    """Return the files whose texts are checked, in order."""
+    return sorted(path for each in READ for path in ROOT.glob(each))
 
 
 def find(paths: Iterable[Path], root: Path = ROOT) -> Found:
@@ -58,59 +60,17 @@ def find_coined(paths: Iterable[str], root: Path = ROOT) -> Found:
     return found
 
 
-def read_baseline(content: str) -> Counter[Key]:
-    """Return the counts that are written down, one `path rule count` a line."""
-    rows = [line.split() for line in content.splitlines() if line]
-    return Counter({(path, rule): int(count) for path, rule, count in rows})
-
-
-def written(counts: Mapping[Key, int]) -> str:
-    """Return the counts as `read_baseline` reads them."""
-    return "".join(f"{path} {rule} {count}\n" for (path, rule), count in sorted(counts.items()) if count)
-
-
-def differences(found: Found, baseline: Counter[Key]) -> tuple[list[str], list[str]]:
-    """Return what there is more of than counted, with all places in the file, and what there is less of."""
-    more, less = [], []
-    for key in sorted({*found, *baseline}):
-        number, counted = len(found.get(key, ())), baseline[key]
-        if number > counted:
-            more += [*found.get(key, ()), f"{key[0]}: {number} of {key[1]}, {counted} at most: mend what is new"]
-        elif number < counted:
-            less.append(f"{key[0]}: {number} of {key[1]}, {counted} in the baseline")
-    return more, less
-
-
-def shrunk(found: Found, baseline: Counter[Key]) -> Counter[Key]:
-    """Return the baseline with what has become less; nothing grows."""
-    return Counter({key: min(count, len(found.get(key, ()))) for key, count in baseline.items()})
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 0 where the counts are those of the baseline."""
+    """Return the exit status: 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.words", description=__doc__)
-    parser.add_argument("--record", action="store_true", help="write counts that have become lower")
-    parser.add_argument("--all", action="store_true", help="print what is wrong, also what the baseline counts")
-    parser.add_argument("paths", nargs="*", help="files, for --all")
+    parser.add_argument("paths", nargs="*", help="files to check; by default all")
     options = parser.parse_args(arguments)
-    if options.paths and not options.all:
-        parser.error("name files with --all only: the baseline is of all files")
-    files = [Path(path).resolve() for path in options.paths] or [path for each in READ for path in ROOT.glob(each)]
+    files = [Path(path).resolve() for path in options.paths] or files_read()
     texts = [path for path in files if path.suffix in (".py", ".md")]
-    found = find(sorted(texts)) | find_coined(options.paths or SPELLED)
-    if options.all:
-        print("\n".join(line for lines in found.values() for line in lines))
-        return 0
-    baseline = read_baseline(BASELINE.read_text())
-    if options.record:
-        baseline = shrunk(found, baseline)
-        BASELINE.write_text(written(baseline))
-    more, less = differences(found, baseline)
-    for line in [*more, *less]:
-        print(line)
-    if less:
-        print("There is less than before: write it down with `python -m tests.words --record`.")
-    return 1 if more or less else 0
+    root = ROOT if all(path.is_relative_to(ROOT) for path in texts) else Path("/")
+    found = find(sorted(texts), root) | find_coined(options.paths or SPELLED)
+    print("\n".join(line for lines in found.values() for line in lines))
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -52,14 +52,19 @@ def first_line(text: Text) -> Iterator[str]:
 
 def sentence_length(text: Text) -> Iterator[str]:
     """Refuse a sentence of more than 25 words; code in backquotes and a value in a message are one word each."""
+    for sentence in sentences_of(text):
+        plain = _LINK.sub(r"\1", _CODE.sub("`code`", sentence))
+        if (number := len(_WORD.findall(plain))) > MAX_WORDS:
+            yield f"{number} words in a sentence, {MAX_WORDS} at most: {plain}"
+
+
+def sentences_of(text: Text) -> Iterator[str]:
+    """Yield the sentences of a text, each on one line, without the names in front of entries."""
     for paragraph in paragraphs(text):
         words = " ".join(paragraph.split())
         if text.kind in _DOCSTRINGS and (entry := _ENTRY.match(words)):
             words = words[entry.end() :]
-        plain = _LINK.sub(r"\1", _CODE.sub("`code`", words))
-        for sentence in _SENTENCE_END.split(_ABBREVIATION.sub(r"\1", plain)):
-            if (number := len(_WORD.findall(sentence))) > MAX_WORDS:
-                yield f"{number} words in a sentence, {MAX_WORDS} at most: {sentence}"
+        yield from _SENTENCE_END.split(_ABBREVIATION.sub(r"\1", words))
 
 
 def raises_section(text: Text) -> Iterator[str]:

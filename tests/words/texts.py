@@ -83,21 +83,24 @@ def _literal(node: ast.expr) -> str:
 
 _FENCE = re.compile(r"^[ \t]*(```|~~~).*?^[ \t]*\1[ \t]*$", re.M | re.S)
 _NOT_PROSE = re.compile(r"[ \t]*(#|\||<|:::|!\[|---|===)")
-_ITEM = re.compile(r"[ \t]*([-*+]|1\.)[ \t]+")
-_FIRST_ITEM = re.compile(r"[ \t]*([-*+]|\d+\.)[ \t]+")
-"""Where no paragraph goes on: a line of one may begin with the number that ends a sentence."""
+_ITEM = re.compile(r"[ \t]*(?:[-*+]|(\d+)\.)[ \t]+")
+_DIRECTIVE = re.compile(r"(?m)^:::.*\n((?:[ \t]+.*\n)*)")
+"""A page's request for docstrings, with its options."""
 
 
 def _of_page(source: str) -> Iterator[Text]:
-    blanked = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), source)
+    for pattern in (_FENCE, _DIRECTIVE):
+        source = pattern.sub(lambda match: "\n" * match[0].count("\n"), source)
     gathered: list[str] = []
-    start = 0
-    for number, line in enumerate([*blanked.splitlines(), ""], 1):
-        ends = not line.strip() or _NOT_PROSE.match(line) or _ITEM.match(line)
-        if ends and gathered:
+    start = item = 0
+    for number, line in enumerate([*source.splitlines(), ""], 1):
+        marker = _ITEM.match(line)
+        if marker and gathered and marker[1] not in (None, "1", str(item + 1)):
+            marker = None  # a line may begin with the number that ends a sentence
+        if (marker or not line.strip() or _NOT_PROSE.match(line)) and gathered:
             yield Text(Kind.PROSE, start, " ".join(gathered))
             gathered = []
         if line.strip() and not _NOT_PROSE.match(line):
             start = start if gathered else number
-            marker = _ITEM.match(line) if gathered else _FIRST_ITEM.match(line)
+            item = int(marker[1]) if marker and marker[1] else item
             gathered.append(line[marker.end() if marker else 0 :].strip())

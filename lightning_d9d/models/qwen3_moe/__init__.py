@@ -1,4 +1,4 @@
-"""Qwen3-MoE: `Qwen3MoeConfig` says the size, `Qwen3MoeForCausalLM` is the network, in the names of Hugging Face.
+"""Qwen3-MoE: `Qwen3MoeConfig` has the size, and `Qwen3MoeForCausalLM` is the network, with the names of Hugging Face.
 
 A config without experts (`num_experts=0`) is dense Qwen3.
 `load_huggingface` and `save_huggingface` stream its weights from and to a directory of safetensors files.

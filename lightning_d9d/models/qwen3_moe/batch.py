@@ -1,4 +1,4 @@
-"""Batches as Qwen3-MoE takes them, made of what data loaders give."""
+"""Batches as Qwen3-MoE takes them, made from the batches of data loaders."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def check_form(batch: Any, where: str, needed: Sequence[str]) -> None:
     Args:
         batch: Anything.
         where: Description of the batch, for error messages.
-        needed: Names that it must have.
+        needed: Names that the batch must have.
 
     Raises:
         ConfigError: The batch is not a mapping, or lacks a needed tensor. Or a value is not a tensor, is empty, or has
-            another shape or dtype. The message describes the batch and says what to do.
+            another shape or dtype. The message describes the batch and the remedy.
     """
     names = " and ".join(repr(name) for name in needed)
     if not isinstance(batch, Mapping):
@@ -92,12 +92,12 @@ def _how_to_make_tensor(name: str, value: Any) -> str:
 def prepared(batch: Mapping[str, Any], shift_labels: bool) -> Mapping[str, Any]:
     """Return the batch with shifted labels, and with `document_ids` for its `attention_mask`.
 
-    The mapping keeps its class. Padding, where the mask is 0, becomes a document of its own, and labels there do not
+    The mapping keeps its class. Padding, where the mask is 0, becomes a separate document, and labels there do not
     count.
 
     Args:
         batch: A batch with whole sequences.
-        shift_labels: True if each label stands at its own token; it is then moved to the token before.
+        shift_labels: Whether each label is at its own token; it is then moved to the token before.
     """
     labels, mask, documents = (batch.get(name) for name in ("labels", "attention_mask", "document_ids"))
     changed: dict[str, Any] = {}
@@ -141,14 +141,15 @@ class BatchCheck:
     """Checks the ids and labels of every batch of one kind (training, validation, ...), after `check_form`.
 
     On the CPU, and in the first batch, a wrong value is refused at once. On an accelerator the host does not wait for
-    later batches. There an id outside of the vocabulary is replaced, because it would end the device's work, and noted
-    on the device. It is refused when the note has reached the host: a few batches later, or in `finish`.
+    the check of later batches. An id outside of the vocabulary is replaced there, because it would make the device
+    fail, and recorded on the device. It is refused when the record has reached the host: a few batches later, or in
+    `finish`.
 
     Args:
         kind: Name of this kind of batches, for error messages.
         vocab_size: Size of the model's vocabulary.
-        window: The longest document that the model takes, in tokens.
-        shift_labels: True if labels are to be shifted.
+        window: The longest document that the model supports, in tokens.
+        shift_labels: Whether labels must be shifted.
     """
 
     def __init__(self, kind: str, vocab_size: int, window: int, shift_labels: bool) -> None:
@@ -195,7 +196,7 @@ class BatchCheck:
         return batch if self._note.device.type == "cpu" else with_children(batch, {**batch, **replaced})
 
     def finish(self) -> None:
-        """Wait for the notes about the last batches.
+        """Wait for the records about the last batches.
 
         Raises:
             ConfigError: A value of these batches is refused, as in a call.
@@ -204,7 +205,7 @@ class BatchCheck:
             self._refuse(self._note)
 
     def _add(self, name: str, values: Tensor, is_wrong: Tensor, index: int) -> None:
-        """Note the first wrong value unless one is noted already, without a host sync."""
+        """Record the first wrong value unless there is one already, without a host sync."""
         assert self._note is not None
         if values.numel() == 0:
             return
@@ -221,21 +222,21 @@ class BatchCheck:
         name, where = _KEYS[key - 1], place_in_data(index, self.kind)
         if name == "document":
             raise ConfigError(
-                f"{where} has a document of {value} tokens, but max_position_embeddings={self.window}: shorten the "
-                "data's sequences, give the borders of their documents as document_ids, or raise "
-                "max_position_embeddings of the config (a model that was trained for fewer positions has to learn the "
-                "others)"
+                f"{where} has a document of {value} tokens, but max_position_embeddings={self.window}. Shorten the "
+                "data's sequences, or give the borders of their documents as document_ids. Or raise "
+                "max_position_embeddings of the config, and train: the model has not learned the new positions"
             )
         more = f", and labels that do not count are {IGNORED}" if name == "labels" else ""
         raise ConfigError(
             f"{where} has the value {value} in {name}, but vocab_size={self.vocab_size}: ids go from 0 to "
-            f"{self.vocab_size - 1}{more}; raise vocab_size, or give the data of this vocabulary"
+            f"{self.vocab_size - 1}{more}. Raise vocab_size, or use data of this vocabulary"
         )
 
 
 _KEYS = ("input_ids", "labels", "document")
 _MOST_UNTOLD = 100
-"""Most batches whose labels are checked until one shows if they are shifted. Each check makes the host wait."""
+"""Maximum number of batches whose labels are checked until one shows whether they are shifted. Each check makes the
+host wait."""
 
 
 def longest_document(batch: Mapping[str, Any]) -> Tensor:
@@ -254,14 +255,14 @@ def longest_document(batch: Mapping[str, Any]) -> Tensor:
 def check_shifted(batch: Mapping[str, Any], shift_labels: bool) -> bool:
     """Check that labels agree with `shift_labels`. The host waits for the device.
 
-    Labels that are the tokens themselves would be learned at once, as each token sees itself.
+    Labels that equal their own tokens would be learned at once, because each token sees itself.
 
     Returns:
-        True if the batch shows this: it has labels that count, and tokens that differ. Also True without labels.
+        True if the batch decides this: it has labels that count, and tokens that differ. Also True without labels.
 
     Raises:
-        ConfigError: All labels that count are their own tokens and must not be shifted, or the tokens that follow and
-            must be shifted once more.
+        ConfigError: All labels that count are their own tokens but are not shifted, or they are the next tokens but are
+            shifted again.
     """
     input_ids, labels = batch["input_ids"], batch.get("labels")
     if labels is None:
@@ -272,8 +273,8 @@ def check_shifted(batch: Mapping[str, Any], shift_labels: bool) -> bool:
     if are_own and not are_next and not shift_labels:
         raise ConfigError(
             "the labels of a batch are its input_ids: each token would be predicted from itself. Set "
-            "Qwen3MoePretraining(shift_labels=True), which moves labels to the token before, for batches as Hugging "
-            "Face's collators make them; or let labels[:, i] be input_ids[:, i + 1]"
+            "Qwen3MoePretraining(shift_labels=True), which shifts the labels of batches from Hugging Face's "
+            "collators. Or make labels[:, i] equal to input_ids[:, i + 1]"
         )
     if are_next and not are_own and shift_labels:
         raise ConfigError(

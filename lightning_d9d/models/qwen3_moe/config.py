@@ -26,8 +26,8 @@ _INTEGERS = {
     "decoder_sparse_step": (1, 2**31 - 1),
     "max_position_embeddings": (1, 2**31 - 1),
 }
-"""Least and greatest value of each field. The greatest is far above any model, and low enough that nobody waits or runs
-out of numbers."""
+"""Lowest and highest value of each field. The highest value is far above any model, and low enough that no computation
+with it takes long or overflows."""
 _MAX_EXPERTS = 2**20
 _MAX_PARAMETERS = 10**15
 
@@ -58,11 +58,12 @@ _OF_EXPERTS = (
 class Qwen3MoeConfig:
     """Size and shape of a Qwen3-MoE model, in the field names (and with the defaults) of Hugging Face's `config.json`.
 
-    A config without experts, `num_experts=0`, is dense Qwen3 (`model_type: qwen3`): fields of experts then say nothing.
+    A config without experts, `num_experts=0`, is dense Qwen3 (`model_type: qwen3`): fields of experts then have no
+    effect.
 
     Raises:
-        ConfigError: A field has a value that no model can be built from. The message names the field, the value and
-            what is legal.
+        ConfigError: A field has a value with which no model can be built. The message names the field, the value and
+            the legal values.
     """
 
     vocab_size: int = 151_936
@@ -100,8 +101,8 @@ class Qwen3MoeConfig:
 
     shared_expert_intermediate_size: int = 0
     """Inner width of the shared expert of each mixture layer, as in Qwen2-MoE; 0 for none. Every token visits it, and a
-    sigmoid of the token's own scales the result. `transformers` has no Qwen3-MoE with one: only this package reads such
-    an export."""
+    sigmoid of the token's own gate scales the result. `transformers` has no Qwen3-MoE with a shared expert: only this
+    package reads such an export."""
 
     decoder_sparse_step: int = 1
     """Every n-th layer is a mixture of experts (counted from one), the others are dense."""
@@ -116,13 +117,13 @@ class Qwen3MoeConfig:
     """Base of the rotary frequencies."""
 
     max_position_embeddings: int = 32_768
-    """Longest document the model is meant for, in tokens. `Qwen3MoePretraining` does not train on longer ones."""
+    """Longest document, in tokens, that the model is meant for. `Qwen3MoePretraining` does not train on longer ones."""
 
     tie_word_embeddings: bool = False
-    """Let the head use the embedding's matrix."""
+    """If True, the head uses the embedding's matrix."""
 
     attention_bias: bool = False
-    """Give the four attention projections a bias."""
+    """If True, the four attention projections have a bias."""
 
     initializer_range: float = 0.02
     """Standard deviation of the initial matrices."""
@@ -135,7 +136,7 @@ class Qwen3MoeConfig:
 
     vocab_splits: dict[str, int] | None = None
     """Name and size of each part of the vocabulary, in order of their ids; sizes sum to vocab_size. Each part has its
-    own matrix in embedding and head. None is one unnamed part."""
+    own matrix in embedding and head. None is a single unnamed part."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in _INTEGERS.items():
@@ -171,8 +172,8 @@ class Qwen3MoeConfig:
         self._check_vocab_splits()
         if (number := self.num_parameters) > _MAX_PARAMETERS:
             raise ConfigError(
-                f"Qwen3MoeConfig describes a model of {number} parameters, and {_MAX_PARAMETERS} are the limit; make "
-                "its widths, layers or experts fewer."
+                f"Qwen3MoeConfig describes a model of {number} parameters, but {_MAX_PARAMETERS} are the limit; reduce "
+                "its widths, layers or experts."
             )
 
     def _require(self, name: str, condition: bool, legal: str) -> None:
@@ -232,10 +233,10 @@ class Qwen3MoeConfig:
         return sum(self.is_sparse(layer) for layer in range(self.num_hidden_layers))
 
     def refuse_without_experts(self, setting: str) -> None:
-        """Refuse a setting that acts on mixtures of experts alone, if no layer is one.
+        """Refuse a setting that acts only on mixtures of experts, if no layer is one.
 
         Args:
-            setting: The setting for the message, such as `MeshConfig.expert_parallel=2`.
+            setting: The setting in the message, such as `MeshConfig.expert_parallel=2`.
 
         Raises:
             ConfigError: Every layer is dense.
@@ -254,15 +255,15 @@ class Qwen3MoeConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameter elements that one token uses: num_experts_per_tok experts a layer, all of the rest."""
+        """Number of parameters that one token uses: num_experts_per_tok experts a layer, and all others."""
         return self._num_parameters(self.num_experts_per_tok)
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Return the floating-point operations of a training step for one token, with nothing recomputed.
+        """Return the floating-point operations of a training step for one token, without recomputation.
 
-        Forward and backward take six for each parameter in a matrix product that the token takes part in. Looking up
-        the embedding is not such a product. Added are the two products of causal attention over `sequence_length`
-        tokens, of which half is masked.
+        Forward and backward take six operations for each parameter in a matrix product of the token. The lookup in the
+        embedding is not such a product. The two products of causal attention over `sequence_length` tokens are added;
+        half of each is masked.
         """
         vocabulary = self.vocab_size * self.hidden_size
         in_products = self.num_active_parameters - (0 if self.tie_word_embeddings else vocabulary)
@@ -302,11 +303,11 @@ class Qwen3MoeConfig:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Qwen3MoeConfig:
-        """Reads Hugging Face's `config.json`, or the one in the given directory.
+        """Read Hugging Face's `config.json`: a file, or the one in a directory.
 
         Raises:
-            ConfigError: The file has neither `model_type: qwen3_moe` nor `qwen3`, or asks for what this model does not
-                have.
+            ConfigError: The file has neither `model_type: qwen3_moe` nor `qwen3`, or needs a feature that this model
+                lacks.
         """
         refuse_checkpoint(path)
         path = Path(path)
@@ -315,16 +316,16 @@ class Qwen3MoeConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> Qwen3MoeConfig:
-        """Builds a config from Hugging Face's dictionary; keys that do not shape the model are ignored.
+        """Build a config from Hugging Face's dictionary; keys that do not shape the model are ignored.
 
         Args:
-            values: transformers 4 names (`rope_theta`) or transformers 5 names (`rope_parameters`), of a mixture
-                (`model_type: qwen3_moe`) or of a dense model (`qwen3`).
-            source: name of the dictionary in error messages.
+            values: Dictionary with transformers 4 names (`rope_theta`) or transformers 5 names (`rope_parameters`), of
+                a mixture (`model_type: qwen3_moe`) or of a dense model (`qwen3`).
+            source: Name of the dictionary in error messages.
 
         Raises:
-            ConfigError: The dictionary describes another model, or a dense one with a field of experts. Or no model can
-                be built from one of its values.
+            ConfigError: The dictionary describes another model, or a dense one with a field of experts. Or one of its
+                values does not allow a model.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source}: {reprlib.repr(values)} must be a table of names and values.")
@@ -373,20 +374,20 @@ class Qwen3MoeConfig:
         }
 
     def to_json(self, path: str | Path) -> None:
-        """Writes `to_dict()` to a file."""
+        """Write `to_dict()` to a file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def refuse_checkpoint(path: str | Path) -> None:
-    """Refuse a checkpoint where a Hugging Face directory is needed, and name what takes one. Local.
+    """Refuse a checkpoint in place of a Hugging Face directory, and name the setting that takes checkpoints. Local.
 
     Raises:
         ConfigError: The path is a checkpoint, file or directory.
     """
     if "://" not in str(path) and (is_directory(path) or (Path(path).suffix == ".ckpt" and Path(path).is_file())):
         raise ConfigError(
-            f"{path} is a checkpoint, and a Hugging Face directory is needed. Make one of it, `lightning-d9d convert "
-            f"{path} DIRECTORY`, and give preset=DIRECTORY and pretrained=DIRECTORY; or go on from the checkpoint "
+            f"{path} is a checkpoint, but a Hugging Face directory is needed. Convert it with `lightning-d9d convert "
+            f"{path} DIRECTORY`, and set preset=DIRECTORY and pretrained=DIRECTORY; or resume from the checkpoint "
             "itself with ckpt_path"
         )
 
@@ -395,7 +396,7 @@ def read_description(path: Place) -> dict[str, Any]:
     """Return the values of a `config.json`.
 
     Args:
-        path: The file; a link out of its directory is refused, as the weights beside it are.
+        path: The file; a link that leaves its directory is refused, as for the weights beside it.
 
     Raises:
         ConfigError: The file cannot be read, or is not one table.
@@ -426,16 +427,16 @@ def _refuse_unsupported(values: Mapping[str, Any], rope: Mapping[str, Any], sour
     ):
         if value not in supported:
             legal = " or ".join(map(repr, supported))
-            raise ConfigError(f"{source}: {name}={reprlib.repr(value)} is not supported, only {legal}.")
+            raise ConfigError(f"{source}: {name}={reprlib.repr(value)} is not supported; only {legal} is.")
     layer_types = values.get("layer_types") or []
     if not isinstance(layer_types, list | tuple) or any(each != "full_attention" for each in layer_types):
         raise ConfigError(
-            f"{source}: layer_types={reprlib.repr(layer_types)} is not supported, only layers of 'full_attention'."
+            f"{source}: layer_types={reprlib.repr(layer_types)} is not supported; all layers must be 'full_attention'."
         )
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         raise ConfigError(
-            f"{source}: rope_parameters has a table of its own for {reprlib.repr(nested[0])}, which is not supported, "
-            "only one rope_theta for all layers."
+            f"{source}: rope_parameters has a separate table for {reprlib.repr(nested[0])}, which is not supported; "
+            "give one rope_theta for all layers."
         )
     if values["model_type"] == "qwen3" and (found := [name for name in _OF_EXPERTS if values.get(name)]):
         raise ConfigError(

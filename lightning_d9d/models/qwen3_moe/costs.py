@@ -17,10 +17,10 @@ def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element:
 
     Operations are those of matrix products, two for each multiplication, and of attention. Causal attention counts half
     of the full square. Its backward counts two and a half times the forward, because scores are computed again. Each
-    token is computed by its own experts, but all experts' weights are held. Activations are what the modules keep with
-    the kernels of a GPU; torch's on a CPU keep more of norms and SwiGLU. A tied head counts with a matrix of its own,
-    because the last rank has a copy. Its logits are one chunk, whose gradient is kept for a weight backward. With more
-    chunks no gradient is kept, and logits are computed again.
+    token is computed by its own experts, but all experts' weights are held. Activations are those that the modules keep
+    with the kernels of a GPU; torch's operators on a CPU keep more in norms and SwiGLU. A tied head counts with its own
+    matrix, because the last rank has a copy. Its logits are a single chunk, whose gradient is kept for a weight
+    backward. With more chunks no gradient is kept, and logits are computed again.
 
     Args:
         config: Config of the model.

@@ -59,29 +59,29 @@ def load_huggingface(
     check_first: bool = True,
     progress: bool = False,
 ) -> None:
-    """Fills a model with the weights of a Hugging Face directory, in place.
+    """Fill a model with the weights of a Hugging Face directory, in place.
 
-    Reads one `model.safetensors` or the files of an index. Each expert is a tensor of its own, as published, or all
-    experts of a layer are one, as transformers 5 has them in memory. Values are cast to the dtype of each parameter.
-    Each rank reads its own slices of DTensors, whatever their meshes and placements. One rank reads what several hold
-    alike, and passes it on. Next to no memory is needed besides the model.
+    It reads one `model.safetensors` or the files of an index. Each expert may be a separate tensor, as published, or
+    all experts of a layer one tensor, as transformers 5 has them in memory. Values are cast to the dtype of each
+    parameter. Each rank reads its own slices of DTensors, whatever their meshes and placements. One rank reads a
+    replicated slice and broadcasts it. Almost no memory is needed besides the model.
 
-    Collective over the default process group where there is one, also for models that are whole on every rank. All
-    names, shapes and dtypes are checked before the first parameter changes on any rank. A failure on one rank raises on
-    all. Any rank may hold any part of the model.
+    Collective over the default process group if there is one, also for models that are whole on every rank. All names,
+    shapes and dtypes are checked before the first parameter changes on any rank. A failure on one rank raises on all.
+    Any rank may hold any part of the model.
 
     Args:
         model: A `Qwen3MoeForCausalLM`, whole or a stage, or all stages of this rank. Or any module that has the whole
             model's `config` and some of its parameters, under their names in the whole model.
         directory: Directory that every rank can read; also a URL that fsspec knows.
-        verify: If the directory has a manifest, as those of `save_huggingface` have, compare checksums.
-        check_finite: Look for numbers that are infinite or NaN.
-        check_first: Make these checks before the first parameter changes, which reads the files once more, divided over
-            the ranks. False makes them while parameters are read. This is faster, but after an error the model has some
-            of the new weights.
-        progress: Show bars on the first rank.
+        verify: Whether to compare checksums if the directory has a manifest, as those of `save_huggingface` have.
+        check_finite: Whether to look for infinite numbers and NaN.
+        check_first: Whether to make these checks before the first parameter changes, which reads the files once more,
+            divided over the ranks. False makes them while parameters are read. That is faster, but after an error the
+            model has some of the new weights.
+        progress: Whether to show progress bars on the first rank.
 
-    Adapters of the model stay as they are: the weights are those of their base.
+    Adapters of the model stay unchanged: the weights are those of their base.
 
     Raises:
         StateError: A file is missing or damaged, its tensors are not those of the model, or another rank failed.
@@ -93,7 +93,7 @@ def load_huggingface(
         stages, config = _stages(model)
         if any(isinstance(part, Adapter) and part.is_merged for stage in stages for part in stage.modules()):
             raise ConfigError(
-                "adapters are merged into the weights that would be overwritten; call unmerge(model) before"
+                "adapters are merged into the weights that would be overwritten; call unmerge(model) first"
             )
         specs = parameter_specs(config)
         local = _local_shards(stages, specs)
@@ -126,40 +126,42 @@ def save_huggingface(
     progress: bool = False,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes a model as a directory that `transformers` loads: config, generation config and safetensors files.
+    """Write a model as a directory that `transformers` loads: config, generation config and safetensors files.
 
-    The directory appears when it is complete; until then the files are in a hidden one beside it. A manifest has a
-    checksum of each tensor, which `load_huggingface` compares.
+    The directory appears when it is complete; until then the files are in a hidden directory beside it. A manifest has
+    a checksum of each tensor, which `load_huggingface` compares.
 
-    Adapters are added to the weights that they belong to, as `lightning_d9d.peft.merge` does, and not written by
-    themselves; the model stays as it is.
+    Adapters are added to their weights, as in `lightning_d9d.peft.merge`, and not written separately; the model itself
+    does not change.
 
-    Collective over the default process group where there is one, also for models that are whole on every rank. The
-    files are the same on any mesh. Ranks that hold something of a file take turns to write one, all at the same time,
-    and tied embeddings are written once. Besides the model a rank has one tensor of the files in memory: an expert's
-    matrix, unless the experts are fused. It also has the slices of it that other ranks sent, and its own slices of
-    those that they write.
+    Collective over the default process group if there is one, also for models that are whole on every rank. The files
+    are the same on any mesh. Ranks that hold parts of a file write files in turns, all at the same time, and tied
+    embeddings are written once. Besides the model a rank has one tensor of the files in memory: an expert's matrix,
+    unless the experts are fused. It also has slices of this tensor from other ranks, and its own slices of the tensors
+    that they write.
 
-    The bias of `BalanceConfig(bias_rate=...)` is left out, because Hugging Face's Qwen3-MoE does not know it. A warning
-    says so if it is not zero: without it some tokens visit other experts. Checkpoints of the strategy have it.
+    The bias of `BalanceConfig(bias_rate=...)` is left out, because Hugging Face's Qwen3-MoE does not support it. A
+    warning is logged if the bias is not zero: without it some tokens visit different experts. Checkpoints of the
+    strategy contain the bias.
 
     Args:
         model: As in `load_huggingface`; the stages of all ranks make up the whole model.
-        directory: Does not exist yet, or is empty. Of rank 0; all ranks that write reach it under the same name.
+        directory: Directory that does not exist yet, or is empty. The path on rank 0 is used; all ranks that write must
+            reach it under this name.
         dtype: Dtype of the files; None keeps each parameter's own.
-        max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own. A group's timeout is
-            the longest that writing a file may take.
-        overwrite: Replace an existing directory, with everything in it.
-        fused_experts: Write all experts of a layer as one tensor, as transformers 5 has them in memory. Otherwise each
-            is a tensor of its own, as in published models and transformers 4.
-        progress: Show a bar on the first rank, of what it writes.
-        files: Names and contents of further files, such as `files_beside_weights` of the model that this one began
-            with. The first rank's are written. A `config.json` among them is replaced by this model's, and a
-            `generation_config.json` is kept.
+        max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own. A group's timeout
+            limits how long writing a file may take.
+        overwrite: Whether to replace an existing directory, with everything in it.
+        fused_experts: Whether to write all experts of a layer as one tensor, as transformers 5 has them in memory.
+            Otherwise each expert is a separate tensor, as in published models and transformers 4.
+        progress: Whether to show a progress bar on the first rank.
+        files: Names and contents of further files, such as `files_beside_weights` of the base model. Those of the first
+            rank are written. A `config.json` among them is replaced by this model's, and a `generation_config.json` is
+            kept.
 
     Raises:
         StateError: The directory has files and `overwrite` is not set, or it cannot be written. Or a parameter is on no
-            rank or on the meta device, or another rank failed. Nothing is left of the directory then.
+            rank or on the meta device, or another rank failed. The directory is then removed.
         ConfigError: The dtype is not float64, float32, float16 or bfloat16, or a dense model has no experts to fuse.
     """
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -197,9 +199,9 @@ def write_configs(folder: Place, config: Qwen3MoeConfig, dtype: torch.dtype, pre
 
     Args:
         folder: Folder of the weights.
-        config: Config of the whole model. The generation config gets its ids of tokens, if it has some.
+        config: Config of the whole model. The generation config gets its token ids, if it has some.
         dtype: Dtype of the weights.
-        present: Files that are there already. A generation config among them stays.
+        present: Files that exist already. A generation config among them is kept.
     """
     write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": str(dtype).removeprefix("torch.")})
     if GENERATION_CONFIG not in present:
@@ -236,7 +238,7 @@ def files_beside_weights(directory: str | Path | Place) -> dict[str, bytes]:
         if sum(map(len, files.values())) > MAX_SMALL_BYTES:
             raise StateError(
                 f"{folder}: the files beside the weights, up to {name}, are larger than {MAX_SMALL_BYTES} bytes "
-                "together, the limit for those that are copied; move what does not belong to the model."
+                "together, the limit for files that are copied. Move files that do not belong to the model."
             )
     return files
 
@@ -244,11 +246,11 @@ def files_beside_weights(directory: str | Path | Place) -> dict[str, bytes]:
 def huggingface_mapper(config: Qwen3MoeConfig, fused_experts: bool = False) -> Mapper:
     """Return the mapper from the parameters of a `Qwen3MoeForCausalLM` to the tensors in Hugging Face's files.
 
-    `mapper.inverse(specs)` is the way back.
+    `mapper.inverse(specs)` is the reverse.
 
     Args:
         config: Config of the whole model.
-        fused_experts: All experts of a layer in one tensor, not each in its own.
+        fused_experts: Whether all experts of a layer are one tensor instead of separate tensors.
     """
     specs = parameter_specs(config)
     return _mapper(config, specs, stacked=specs if fused_experts else ())
@@ -259,8 +261,8 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> tuple[list[nn.Module], Qw
     config = getattr(stages[0], "config", None)
     if not isinstance(config, Qwen3MoeConfig):
         raise ConfigError(
-            f"a {type(stages[0]).__name__} without a Qwen3MoeConfig as its `config` is no Qwen3MoeForCausalLM and no "
-            "stage of one; give one of these."
+            f"a {type(stages[0]).__name__} without a Qwen3MoeConfig as its `config` is neither a Qwen3MoeForCausalLM "
+            "nor one of its stages; give one of these."
         )
     return stages, config
 
@@ -273,7 +275,7 @@ def parameter_specs(config: Qwen3MoeConfig) -> dict[str, Spec]:
 
 
 def _local_shards(stages: Iterable[nn.Module], specs: Mapping[str, Spec]) -> list[tuple[str, LocalShard]]:
-    """Return this rank's parameters. A name comes twice if two stages have it without sharing the parameter."""
+    """Return this rank's parameters. A name occurs twice if two stages have it without sharing the parameter."""
     local: dict[nn.Parameter, tuple[str, LocalShard]] = {}
     for stage in stages:
         adapters = {each for part in stage.modules() if isinstance(part, Adapter) for each in part.parameters()}
@@ -283,8 +285,8 @@ def _local_shards(stages: Iterable[nn.Module], specs: Mapping[str, Spec]) -> lis
             expected = specs[name].shape if name in specs else None
             if tuple(parameter.shape) != expected:
                 raise StateError(
-                    f"the model has a parameter {name} of shape {tuple(parameter.shape)}, but one of its config has "
-                    f"there {expected or 'none'}; build the model, or the stage of one, with its config."
+                    f"the model has a parameter {name} of shape {tuple(parameter.shape)}, but its config expects "
+                    f"{expected or 'none'} there. Build the model, or its stage, with its config."
                 )
             local[parameter] = name, LocalShard.of(name, parameter)
     return list(local.values())
@@ -295,12 +297,12 @@ def _is_biased(name: str, buffer: Tensor) -> bool:
 
 
 def _mapper(config: Qwen3MoeConfig, names: Iterable[str], stacked: Collection[str]) -> Mapper:
-    """Map experts to a tensor each, unless `stacked` has the name of the parameter."""
+    """Map each expert to a separate tensor, unless `stacked` has the name of the parameter."""
     return Parallel(mapper for name in names if (mapper := _mapper_of(config, name, is_stacked=name in stacked)))
 
 
 def _mapper_of(config: Qwen3MoeConfig, name: str, is_stacked: bool) -> Mapper | None:
-    """Return the mapper of a parameter; the parts of a vocabulary have one for all, at the first of them."""
+    """Return the mapper of a parameter; the parts of a vocabulary share one mapper, at the first of them."""
     owner, _, last = name.rpartition(".")
     if owner.endswith(".mlp.experts") and not is_stacked:
         return _of_experts(config, owner, last)
@@ -312,7 +314,7 @@ def _mapper_of(config: Qwen3MoeConfig, name: str, is_stacked: bool) -> Mapper | 
 
 
 def _of_experts(config: Qwen3MoeConfig, owner: str, stack: str) -> Mapper:
-    """Return the mapper of the gates and up projections, which are one stack here, or of the down projections."""
+    """Return the mapper of the gate and up projections, which are one stack here, or of the down projections."""
     experts = range(config.num_experts)
     if stack != "gate_up_proj":
         return Select(f"{owner}.{stack}", {f"{owner}.{expert}.{stack}.weight": expert for expert in experts})
@@ -323,7 +325,7 @@ def _of_experts(config: Qwen3MoeConfig, owner: str, stack: str) -> Mapper:
 
 
 def repeated_head(reader: SafetensorsReader, config: Qwen3MoeConfig) -> set[str]:
-    """Return the name of the head's matrix if embeddings are tied and the files, as some exports, have it as well."""
+    """Return the name of the head's matrix if embeddings are tied but the files contain it, as some exports do."""
     return {_HEAD_TENSOR} & reader.file_of.keys() if config.tie_word_embeddings else set()
 
 
@@ -333,11 +335,11 @@ def check_tensor_names(reader: SafetensorsReader, expected: Collection[str], rep
     Args:
         reader: Reader of the files.
         expected: Names of the model's tensors.
-        repeated: Names that the files may have besides.
-        remedy: What to do, as the end of a sentence. A remedy for tied embeddings or experts comes before it.
+        repeated: Further names that the files may have.
+        remedy: The remedy, as the end of a sentence. A remedy for tied embeddings or experts comes before it.
 
     Raises:
-        StateError: A tensor is missing, or there is one too many.
+        StateError: A tensor is missing, or there is an unexpected one.
     """
     missing = [name for name in expected if name not in reader.file_of]
     unexpected = [name for name in reader if name not in expected and name not in repeated]
@@ -366,6 +368,6 @@ def check_tied(reader: SafetensorsReader, parts: Iterable[MappedBox]) -> None:
     for part in (part for part in parts if part.source == _EMBEDDING_TENSOR):
         if not torch.equal(*(part.take(reader[tensor]) for tensor in (_EMBEDDING_TENSOR, _HEAD_TENSOR))):
             raise StateError(
-                f"{reader.file_of[_HEAD_TENSOR]}: {_HEAD_TENSOR} differs from {_EMBEDDING_TENSOR}, and the model's "
+                f"{reader.file_of[_HEAD_TENSOR]}: {_HEAD_TENSOR} differs from {_EMBEDDING_TENSOR}, but the model's "
                 "embeddings are tied; build it with tie_word_embeddings=False."
             )

@@ -27,15 +27,15 @@ from lightning_d9d.pipeline.types import StageInfo
 
 
 def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, after: int | None = None) -> list[range]:
-    """Return the layers of each stage: equally many, where embedding and head count as virtual layers.
+    """Return the layers of each stage: equally many, with embedding and head counted as virtual layers.
 
     Args:
         config: Config of the whole model.
         num_stages: Number of stages of the whole pipeline.
-        before: Virtual layers of the first stage. Looking up an embedding costs next to nothing.
-        after: Virtual layers of the last stage. None takes the compute of the head, in layers and rounded, or less
-            where the last stage would have no layer. This is the head's matrix products over those of a token in all
-            layers. Scores of attention do not count, as they depend on the length of the sequence.
+        before: Virtual layers of the first stage. Looking up an embedding takes almost no time.
+        after: Virtual layers of the last stage. None takes the compute of the head, in layers and rounded, or less if
+            the last stage would have no layer. That is the ratio of the head's matrix products to those of all layers
+            for a token. Attention scores do not count, because they depend on the length of the sequence.
 
     Raises:
         ConfigError: A stage would have no layer.
@@ -50,7 +50,7 @@ def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, a
 
 
 class CausalLMOutput(NamedTuple):
-    """The output of a causal language model; a tuple, because FSDP2 puts its hooks on tensors that it finds in one."""
+    """The output of a causal language model; a tuple, because FSDP2 attaches hooks to tensors in a tuple."""
 
     logits: Tensor | None = None
     """Shape `[batch, seq, vocab]`; None with labels."""
@@ -59,28 +59,28 @@ class CausalLMOutput(NamedTuple):
     """Cross-entropy of each label `[batch, seq]`, or the sum of all; None without labels."""
 
     hidden_states: tuple[Tensor, ...] | None = None
-    """The embeddings, then the output of each layer, the last one after the final norm: `num_hidden_layers + 1`, when
-    they were asked for. Shape `[batch, tokens of this rank, hidden]`: all tokens where no other rank shares the
-    sequences. Ranks of context parallelism have two chunks of each sequence, ranks of tensor parallelism a slice of
-    those. Shape `[batch, seq, hidden]`, in the order of the sequence, with `output_hidden_states="whole"`."""
+    """The embeddings, then the output of each layer, the last one after the final norm: `num_hidden_layers + 1`, if
+    they were requested. Shape `[batch, tokens of this rank, hidden]`: all tokens if no other rank shares the sequences.
+    With context parallelism a rank has two chunks of each sequence, with tensor parallelism a slice of those. With
+    `output_hidden_states="whole"` the shape is `[batch, seq, hidden]`, in the order of the sequence."""
 
     router_loss: Tensor | None = None
-    """The sum of all layers' router losses, a scalar in float32 (float64 in float64): means over the tokens of this
-    call. None where no such loss is configured, and without gradient."""
+    """The sum of all layers' router losses, a scalar in float32 (float64 in float64), averaged over the tokens of this
+    call. None if no such loss is configured, and without gradient."""
 
     pooled_states: Tensor | None = None
-    """The mean of each of these hidden states over the tokens of a row that `pooling_mask` takes, of all ranks. Shape
-    `[batch, num_hidden_layers + 1, hidden]`, in float32 (float64 in float64); 0 for a row without such tokens. None
-    without a mask."""
+    """The mean of each of these hidden states over the tokens of a row that `pooling_mask` selects, from all ranks.
+    Shape `[batch, num_hidden_layers + 1, hidden]`, in float32 (float64 in float64); 0 for a row without such tokens.
+    None without a mask."""
 
 
 class Qwen3MoeLayer(nn.Module):
     """One decoder layer: attention, then a mixture of experts or a dense SwiGLU, each on normed input and added to it.
 
     Args:
-        config: config of the whole model.
-        index: index of this layer in the whole model; decides whether it is sparse.
-        balance: how the load of the experts is balanced.
+        config: Config of the whole model.
+        index: Index of this layer in the whole model; it decides whether the layer is sparse.
+        balance: How the load of the experts is balanced.
     """
 
     def __init__(self, config: Qwen3MoeConfig, index: int, balance: BalanceConfig | None = None) -> None:
@@ -116,7 +116,7 @@ class Qwen3MoeLayer(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to shape `[batch, seq, hidden]`; `rope` and `documents` as in `GroupedQueryAttention`.
 
-        A mixture with a loss of its router returns that too, as `SparseMoE` does.
+        A mixture whose router has a loss returns it too, as `SparseMoE` does.
         """
         attended = self.self_attn(self.input_layernorm(x), rope, documents)
         normed, x = self.post_attention_layernorm(attended, residual=x)
@@ -125,18 +125,18 @@ class Qwen3MoeLayer(nn.Module):
 
 
 class Qwen3MoeModel(nn.Module):
-    """Embedding, decoder layers and final norm, or what one stage has of them.
+    """Embedding, decoder layers and final norm, or one stage's part of them.
 
-    The first stage has the embedding, each stage its layers, the last the norm. `layers` is keyed by the layer's index
-    in the whole model, so parameters have the same names in a stage as in the whole.
+    The first stage has the embedding, each stage its layers, and the last stage the norm. `layers` has the layer's
+    index in the whole model as key, so parameters have the same names in a stage as in the whole.
 
     Args:
         config: Config of the whole model.
         stage: The stage to build, with `stage.layers` if given, else `layers_of_stages(config, stage.num_stages)`.
-        balance: How the load of the experts is balanced; None leaves it to chance.
+        balance: How the load of the experts is balanced; None does not balance it.
 
     Raises:
-        ConfigError: The balance is set though the whole model has no mixture of experts, or the stage has layers that
+        ConfigError: The balance is set although the whole model has no mixture of experts, or the stage has layers that
             the model lacks.
     """
 
@@ -171,19 +171,19 @@ class Qwen3MoeModel(nn.Module):
         pooling_mask: Tensor | None = None,
         state_sums: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Run the stage's part of the way from ids to hidden states.
+        """Run the stage's part of the computation from ids to hidden states.
 
         Args:
             input_ids: On the first stage: integers, shape `[batch, seq]`.
             position_ids: Integers, shape `[batch, seq]` or `[1, seq]`, the same on every stage; default 0, 1, 2, ...,
                 with `document_ids` from 0 on in each run of equal ids.
-            hidden_states: On later stages: shape `[batch, tokens of this rank, hidden]`, from the stage before.
-            snapshots: On later stages: from the stage before, where it has some.
+            hidden_states: On later stages: shape `[batch, tokens of this rank, hidden]`, from the previous stage.
+            snapshots: On later stages: snapshots from the previous stage, if it has some.
             output_hidden_states: On the first stage: whether to take snapshots, of this rank's tokens (True) or of all
-                ("whole"). Later stages add theirs if they get some.
-            router_loss: On later stages: from the stage before, where it has one.
+                ("whole"). Later stages add theirs if they receive some.
+            router_loss: On later stages: the sum of the previous stage, if it has one.
             document_ids: Integers, shape `[batch, seq]`, the same on every stage: tokens attend only to tokens of their
-                row that have the same id. Default: to all of their row. Always causally.
+                row that have the same id. By default tokens attend to their whole row. Always causally.
             pooling_mask: As in `Qwen3MoeForCausalLM.forward`.
             state_sums: On later stages: from the stage before, where it has some.
 
@@ -191,7 +191,7 @@ class Qwen3MoeModel(nn.Module):
             `hidden_states`, on the last stage after the final norm. With snapshots, `snapshots`: the input of each
             layer so far and, on the last stage, also its `hidden_states`. With router losses, `router_loss`, their sum
             so far. With a mask, `state_sums` of this rank's tokens, on the last stage `pooled_states`. The dictionary
-            also has what else the next stage must know.
+            also has all other values that the next stage needs.
 
         Raises:
             ConfigError: The first stage got no ids, or a later one no hidden states. Or `document_ids` have another
@@ -201,7 +201,7 @@ class Qwen3MoeModel(nn.Module):
         if document_ids is not None and input_ids is not None and document_ids.shape != input_ids.shape:
             raise ConfigError(
                 f"document_ids have shape {list(document_ids.shape)}, but input_ids {list(input_ids.shape)}: give each "
-                "token the id of its document, and padding an id of its own"
+                "token the id of its document, and give padding a separate id"
             )
         states = LayerStates(
             self.stage, self.tokens, x.shape, output_hidden_states, pooling_mask, snapshots, state_sums
@@ -228,8 +228,8 @@ class Qwen3MoeModel(nn.Module):
         given, needed = (input_ids, "input_ids") if self.stage.is_first else (hidden_states, "hidden_states")
         if given is None:
             raise ConfigError(
-                f"stage {self.stage.index} of {self.stage.num_stages} was called without {needed}: the first stage "
-                "takes input_ids, a later one what the stage before it returns, as keyword arguments"
+                f"stage {self.stage.index} of {self.stage.num_stages} was called without {needed}. The first stage "
+                "takes input_ids, a later one the results of the previous stage, as keyword arguments"
             )
         return self.embed_tokens(given) if self.stage.is_first else given
 
@@ -254,7 +254,7 @@ class Qwen3MoeForCausalLM(nn.Module):
     Args:
         config: Config of the whole model.
         stage: The stage to build, as in `Qwen3MoeModel`; the default is the whole model.
-        balance: How the load of the experts is balanced; None leaves it to chance.
+        balance: How the load of the experts is balanced; None does not balance it.
 
     Example:
         >>> model = Qwen3MoeForCausalLM(Qwen3MoeConfig.preset("tiny"))
@@ -299,35 +299,38 @@ class Qwen3MoeForCausalLM(nn.Module):
         pooling_mask: Tensor | None = None,
         state_sums: Tensor | None = None,
     ) -> CausalLMOutput | dict[str, Any]:
-        """Return logits of the next token at each place, or the loss against labels.
+        """Return logits of the next token at each position, or the loss against labels.
 
         Stages are chained as `later(**earlier(input_ids, position_ids=...), position_ids=..., labels=...)`.
 
         Args:
-            input_ids: integers, shape `[batch, seq]`; with `vocab_splits`, ids over all parts in order. For the first
-                stage.
-            labels: the id that follows each place (already shifted), shape `[batch, seq]`; -100 is ignored. For the
-                last stage.
-            position_ids: integers, shape `[batch, seq]` or `[1, seq]`; default 0, 1, 2, ..., with `document_ids` from 0
+            input_ids: Integers, shape `[batch, seq]`; with `vocab_splits`, ids over all parts in order. Needed on the
+                first stage.
+            labels: The id that follows each position (already shifted), shape `[batch, seq]`; -100 is ignored. Needed
+                on the last stage.
+            position_ids: Integers, shape `[batch, seq]` or `[1, seq]`; default 0, 1, 2, ..., with `document_ids` from 0
                 on in each run of equal ids. Attention is causal in the order of the sequence, whatever the positions.
                 The same on every stage.
-            reduction: "none" gives `loss` the shape of `labels`, 0 where ignored; "sum" makes it one number.
-            hidden_states: what the stage before returned under this name, shape `[batch, tokens of this rank, hidden]`.
+            reduction: "none" returns `loss` in the shape of `labels`, 0 where ignored; "sum" returns one number.
+            hidden_states: Value that the previous stage returned under this name, shape
+                `[batch, tokens of this rank, hidden]`.
             snapshots: the same.
-            output_hidden_states: whether `.hidden_states` of the output has those of every layer. True gives those of
-                this rank's tokens, "whole" those of whole sequences, which the last stage gathers. For the first stage.
-                The states of every layer cross each pipeline link, and "whole" ones take the memory of all tokens.
-            router_loss: what the stage before returned under this name.
-            document_ids: integers, shape `[batch, seq]`, the same on every stage. Tokens attend only to tokens of their
+            output_hidden_states: Whether `.hidden_states` of the output has those of every layer. True returns those of
+                this rank's tokens; "whole" those of whole sequences, which the last stage gathers. For the first stage.
+                The states of every layer are sent over each pipeline link, and "whole" states take the memory of all
+                tokens.
+            router_loss: Value that the previous stage returned under this name.
+            document_ids: Integers, shape `[batch, seq]`, the same on every stage. Tokens attend only to tokens of their
                 row that have the same id, so padding is a document of its own. Default: one document a row. Labels are
-                taken as they are, across borders too.
-            pooling_mask: bool or integers, shape `[batch, seq]`, the same on every stage: `.pooled_states` of the
-                output are means over the tokens where it is not 0. Few bytes for them cross a pipeline link.
+                used as given, across borders too.
+            pooling_mask: Bool or integers, shape `[batch, seq]`, the same on every stage: `.pooled_states` of the
+                output are means over the tokens where it is not 0. Only a few bytes for them are sent over a pipeline
+                link.
             state_sums: what the stage before returned under this name.
 
         Returns:
             `.logits` in the model's dtype when `labels` is None, else `.loss` in float32 (float64 in float64), without
-            `.router_loss`. A stage that is not the last returns the dictionary of `Qwen3MoeModel.forward`.
+            `.router_loss`. A stage other than the last returns the dictionary of `Qwen3MoeModel.forward`.
 
         Raises:
             ConfigError: The first stage got no ids, or a later one no hidden states. Or `document_ids` have another

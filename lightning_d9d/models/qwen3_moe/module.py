@@ -57,21 +57,21 @@ _NAMES_OF_STAGES: dict[str | None, str] = {
 }
 
 _OF_ADAMW = ("learning_rate", "weight_decay", "betas", "warmup_steps", "final_learning_rate_fraction")
-"""Arguments of `Qwen3MoePretraining` that its own optimizer and schedule take."""
+"""Arguments of `Qwen3MoePretraining` that only its own optimizer and schedule use."""
 
 ARGUMENTS_KEY = "qwen3_moe_arguments"
-"""Name under which a checkpoint has the arguments of the module."""
+"""Name under which a checkpoint stores the arguments of the module."""
 
 
 def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
-    """Return the arguments of `Qwen3MoePretraining` that a checkpoint has, with objects made of its tables.
+    """Return the arguments of `Qwen3MoePretraining` from a checkpoint, with objects built from its tables.
 
     Args:
-        saved: The value that the checkpoint has under `ARGUMENTS_KEY`.
-        source: The checkpoint, for error messages.
+        saved: The checkpoint's value under `ARGUMENTS_KEY`.
+        source: Name of the checkpoint, for error messages.
 
     Raises:
-        StateError: The arguments are damaged, or those of another version.
+        StateError: The arguments are damaged, or belong to another version.
         ConfigError: No model can be built from their `config`.
     """
     if not isinstance(saved, Mapping):
@@ -99,8 +99,7 @@ def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
 class Perplexity(Metric):
     """The exponential of the mean loss of all tokens seen.
 
-    It keeps a sum of its own: torchmetrics' MeanMetric ignores weights unless it looks for NaN, which needs a host
-    sync.
+    It keeps its own sum: torchmetrics' MeanMetric ignores weights unless it looks for NaN, which needs a host sync.
     """
 
     loss_sum: Tensor
@@ -118,54 +117,56 @@ class Perplexity(Metric):
         self.num_tokens = self.num_tokens + num_tokens
 
     def compute(self) -> Tensor:
-        """Return the perplexity of everything seen since the last reset."""
+        """Return the perplexity of all tokens since the last reset."""
         return (self.loss_sum / self.num_tokens).exp()
 
 
 class Qwen3MoePretraining(D9DModule):
-    """Next-token training of Qwen3-MoE, or of dense Qwen3 where the config has no experts.
+    """Next-token training of Qwen3-MoE, or of dense Qwen3 if the config has no experts.
 
     Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted (unless
     `shift_labels`), -100 does not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of
-    their row that have the same id. Rows may so be packed with documents or padded on either side, where padding has an
-    id of its own and labels of -100. `attention_mask` `[batch, seq]` marks padding with 0, as tokenizers do. The data
-    decides labels at borders too. The label of a document's last token should be -100; otherwise the next document's
-    first token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default begin at 0 with each
-    document. Every label that counts weighs the same over all microbatches, ranks and accumulated batches. With a
-    `pooling_mask` `[batch, seq]` `microbatch_loss` and `predict_output` find `pooled_states` in the output, see
+    their row that have the same id. Rows may be packed with documents or padded on either side, with a separate id and
+    labels of -100 for padding. `attention_mask` `[batch, seq]` marks padding with 0, as tokenizers do. The data decide
+    labels at borders, too. The label of a document's last token should be -100; otherwise the next document's first
+    token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default begin at 0 with each
+    document. Every label that counts has the same weight over all microbatches, ranks and accumulated batches. With a
+    `pooling_mask` `[batch, seq]`, `microbatch_loss` and `predict_output` find `pooled_states` in the output: see
     `CausalLMOutput`.
 
-    Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
-    With `balance` it also logs `expert_load/layer_0` and `expert_entropy/layer_0` for each mixture layer. These are the
-    results of `expert_load` for the tokens of a step on all ranks. It logs `train_router_loss` if there is one;
-    `train_loss` and `val_loss` are the cross-entropy alone.
+    The module logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same
+    for test. With `balance` it also logs `expert_load/layer_0` and `expert_entropy/layer_0` for each mixture layer.
+    These are results of `expert_load` for the tokens of a step on all ranks. It logs `train_router_loss` if there is
+    one; `train_loss` and `val_loss` are the cross-entropy alone.
 
-    On a pipeline the layers are spread so that each stage computes as much. The first stage also has the embedding,
-    which is cheap. The last stage also has the head, which counts as some virtual layers.
+    On a pipeline the layers are distributed so that all stages compute equally much. The first stage also has the
+    embedding, which is cheap. The last stage also has the head, which counts as some virtual layers.
 
     Args:
-        config: The model's size. Give this or `preset`.
+        config: The model's size. Set this or `preset`.
         preset: A size by name: a mixture "tiny", "30b-a3b" or "235b-a22b", or a dense model "tiny-dense", "0.6b",
             "1.7b", "4b", "8b", "14b" or "32b". Or the path of a Hugging Face `config.json`, or of its directory.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Weight decay of matrices other than embeddings; embeddings and vectors (norms, biases) have none.
         betas: Decay rates of AdamW.
         warmup_steps: Steps of linear warm-up; then cosine decay over the Trainer's steps.
-        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
-        pretrained: Directory with Hugging Face weights to start from. Not read in a run that resumes from a checkpoint.
+        final_learning_rate_fraction: End of the cosine, as a fraction of the peak.
+        pretrained: Directory with Hugging Face weights to start from. It is not read in a run that resumes from a
+            checkpoint.
         layers_per_stage: Number of layers of each pipeline stage, in place of the virtual layers.
-        virtual_layers_before: For how many layers the embedding counts on the first stage.
-        virtual_layers_after: For how many layers the head counts on the last stage. By default it counts for as many as
-            its compute amounts to, or fewer if the last stage would have no layer. So 48 layers of "30b-a3b" on 4
-            stages become 13, 13, 13 and 9.
-        balance: How tokens are kept evenly spread over the experts. None does nothing, and counts nothing.
-        shift_labels: Take labels that stand at the tokens they are, as Hugging Face's collators give them, and move
-            each to the token before it. No label moves over the border of a document.
-        optimizer: Another optimizer than this module's AdamW, as for `D9DModule`; the arguments of that one
+        virtual_layers_before: Number of layers that the embedding counts as on the first stage.
+        virtual_layers_after: Number of layers that the head counts as on the last stage. By default this follows from
+            its compute, but is smaller if the last stage would have no layer. So 48 layers of "30b-a3b" on 4 stages
+            become 13, 13, 13 and 9.
+        balance: How tokens are kept evenly distributed over the experts. None does not balance, and counts nothing.
+        shift_labels: Whether labels are at their own tokens, as in batches of Hugging Face's collators, and must be
+            moved to the token before. No label is moved over the border of a document.
+        optimizer: Optimizer to use instead of this module's AdamW, as for `D9DModule`; the arguments of that AdamW
             (`learning_rate`, ...) are refused beside it.
-        lr_scheduler: Its learning-rate schedule.
-        parameter_groups: Parameters with a learning rate or a weight decay of their own.
-        peft: What is trained, such as `lightning_d9d.peft.LoRA()`; the rest is frozen. None trains all.
+        lr_scheduler: Learning-rate schedule of `optimizer`.
+        parameter_groups: Parameters with a separate learning rate or weight decay.
+        peft: Selection of trained parameters, such as `lightning_d9d.peft.LoRA()`; all others are frozen. None trains
+            all parameters.
     """
 
     sequence_dims: ClassVar = dict.fromkeys(("input_ids", "labels", "position_ids", "document_ids", "pooling_mask"), 1)
@@ -222,13 +223,13 @@ class Qwen3MoePretraining(D9DModule):
     def model(self) -> Qwen3MoeForCausalLM:
         """The whole network."""
         if len(self.stages) == 0:
-            raise ConfigError("the network is built when a Trainer starts; call configure_model() to have it before")
+            raise ConfigError("the network is built when a Trainer starts; call configure_model() to build it earlier")
         stage = self.stages[0]
         assert isinstance(stage, Qwen3MoeForCausalLM)
         if stage.stage.num_stages > 1:
             raise ConfigError(
-                f"this rank has {len(self.stages)} of the network's {stage.stage.num_stages} stages, which are in "
-                "`stages`; for all of it save_huggingface(list(module.stages), directory) on every rank, then "
+                f"this rank has {len(self.stages)} of the network's {stage.stage.num_stages} stages, in `stages`. For "
+                "the whole network call save_huggingface(list(module.stages), directory) on every rank. Then "
                 "load_huggingface into Qwen3MoeForCausalLM(module.config)"
             )
         return stage
@@ -238,7 +239,7 @@ class Qwen3MoePretraining(D9DModule):
         return model_costs(self.config, sequence_length, bytes_per_element)
 
     def configure_stage(self, stage: StageInfo) -> nn.Module:
-        """Build the stage's part of the network, split by strategy, `layers_per_stage` or virtual layers."""
+        """Build the stage's part of the network, split by the strategy, `layers_per_stage` or virtual layers."""
         if stage.layers is None:
             stage = dataclasses.replace(stage, layers=self.layers_of_stages(stage.num_stages)[stage.index])
         return Qwen3MoeForCausalLM(self.config, stage, self.balance)
@@ -249,14 +250,14 @@ class Qwen3MoePretraining(D9DModule):
         parallelize_qwen3_moe(stage, mesh, parallel)
 
     def layers_of_stages(self, num_stages: int) -> list[range]:
-        """Return the layers of each of so many stages."""
+        """Return the layers of each stage, for a number of stages."""
         if self.layers_per_stage is not None and num_stages > 1:
             num_layers = self.config.num_hidden_layers
             return split_by_sizes(self.layers_per_stage, num_layers, num_stages, "layers_per_stage")
         return layers_of_stages(self.config, num_stages, self.virtual_layers_before, self.virtual_layers_after)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the arguments, so that `load_from_checkpoint` needs none."""
+        """Save the arguments, so that `load_from_checkpoint` needs none."""
         checkpoint[ARGUMENTS_KEY] = {
             "config": self.config.to_dict(),
             "learning_rate": self.learning_rate,
@@ -274,7 +275,7 @@ class Qwen3MoePretraining(D9DModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Load like `D9DModule.load_from_checkpoint`; arguments that are not given are the saved ones."""
+        """Load like `D9DModule.load_from_checkpoint`; arguments that are not given are taken from the checkpoint."""
         found = read_value(checkpoint_path, ARGUMENTS_KEY)
         saved = {} if found is None else saved_arguments(found, checkpoint_path)
         if "preset" in kwargs:
@@ -290,7 +291,7 @@ class Qwen3MoePretraining(D9DModule):
             load_huggingface(list(self.stages), self.pretrained, check_first=False, progress=shown)
 
     def configure_model(self) -> None:
-        """Build the model like `D9DModule.configure_model`, and begin to check batches from the first one on."""
+        """Build the model like `D9DModule.configure_model`, and begin to check batches, starting with the first."""
         super().configure_model()
         self._checks.clear()
 
@@ -308,9 +309,9 @@ class Qwen3MoePretraining(D9DModule):
         """Check a batch and return it with shifted labels, and with `document_ids` in place of `attention_mask`.
 
         Raises:
-            ConfigError: The batch is not a mapping of tensors `[batch, seq]` with `input_ids`, and `labels` where there
-                is a loss. Or an id or a label is outside of the vocabulary, or a document is too long. Or the first
-                batch's labels contradict `shift_labels`. On an accelerator ids are refused some batches late.
+            ConfigError: The batch is not a mapping of tensors `[batch, seq]` with `input_ids`, and with `labels` if
+                there is a loss. Or an id or a label is outside of the vocabulary, or a document is too long. Or the
+                first batch's labels contradict `shift_labels`. On an accelerator ids are refused some batches late.
         """
         has_own_form = type(self).microbatch_inputs is not Qwen3MoePretraining.microbatch_inputs
         if has_own_form and not (isinstance(batch, Mapping) and "input_ids" in batch):
@@ -326,11 +327,11 @@ class Qwen3MoePretraining(D9DModule):
 
     @property
     def _needs_labels(self) -> bool:
-        """True if the loss of this class is made of the batch."""
+        """Return whether the loss of this class needs the batch."""
         return self.makes_loss and type(self).microbatch_loss is Qwen3MoePretraining.microbatch_loss
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
-        """Return token ids and labels; the last stage makes the loss, and predict has no labels."""
+        """Return token ids and labels; the last stage computes the loss, and predict has no labels."""
         optional = ("position_ids", "document_ids", "pooling_mask")
         shared = {name: microbatch[name] for name in optional if name in microbatch}
         predicts = self._trainer is not None and self.trainer.predicting
@@ -371,18 +372,18 @@ class Qwen3MoePretraining(D9DModule):
                 balance.group = getattr(self.trainer.strategy, "stage_group", None) or dist.group.WORLD
 
     def on_after_optimizer_step(self, skipped: Tensor | None) -> None:
-        """Balance the experts; after a skipped step only begin to count again. Collective over all ranks."""
+        """Balance the experts; after a skipped step only restart the counts. Collective over all ranks."""
         if self.balance is not None:
             group = getattr(self.trainer.strategy, "stage_group", None)
             self._counted = update_expert_bias(self, self.balance.bias_rate, group, skipped)
 
     def on_train_end(self) -> None:
-        """Forget the process group of a global batch: a module with one cannot be copied."""
+        """Forget the process group of a global batch, because a module with one cannot be copied."""
         for balance in self._balances():
             balance.group = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start the clock where it was stopped (by a validation, say)."""
+        """Start the clock again after an interruption, such as a validation."""
         if self._clock is None:
             self._clock = (time.perf_counter(), 0)
 
@@ -417,12 +418,12 @@ class Qwen3MoePretraining(D9DModule):
         self._log_perplexity("test_perplexity", outputs)
 
     def arguments_of_default_optimizer(self) -> dict[str, object]:
-        """Return the arguments of the AdamW that are not at their defaults."""
+        """Return the arguments of the AdamW that differ from their defaults."""
         defaults = inspect.signature(Qwen3MoePretraining).parameters
         return {name: value for name in _OF_ADAMW if (value := getattr(self, name)) != defaults[name].default}
 
     def default_optimizer(self) -> Optimizer:
-        """Return AdamW, fused where torch has it for the device, with the groups of an optimizer in settings."""
+        """Return AdamW, fused if torch supports that on the device, with the groups of an optimizer in settings."""
         adamw = functools.partial(
             AdamW,
             lr=self.learning_rate,
@@ -441,7 +442,7 @@ class Qwen3MoePretraining(D9DModule):
         if total_steps is None:
             raise ConfigError(
                 f"the cosine decay of {type(self).__name__} needs the number of steps, which is unknown: max_steps=-1, "
-                f"max_epochs={self.trainer.max_epochs} and perhaps data of unknown length; set the Trainer's max_steps"
+                f"max_epochs={self.trainer.max_epochs}, and the data may not have a length. Set the Trainer's max_steps"
             )
         return LambdaLR(optimizer, lambda step: self._learning_rate_factor(step, total_steps))
 
@@ -449,7 +450,7 @@ class Qwen3MoePretraining(D9DModule):
         return [part for part in self.modules() if isinstance(part, ExpertBalance)]
 
     def _log_load(self, counted: Mapping[str, Tensor]) -> None:
-        """Log the load of all layers, equal on every rank. Collective over the pipeline."""
+        """Log the load of all layers, which is equal on every rank. Collective over the pipeline."""
         of_layers = torch.zeros(self.config.num_hidden_layers, 2, device=self.device)
         for name, counts in counted.items():
             layer = re.search(r"\.layers\.(\d+)\.", name)
@@ -483,8 +484,8 @@ class Qwen3MoePretraining(D9DModule):
 def _resolve_config(config: Qwen3MoeConfig | None, preset: str | None) -> Qwen3MoeConfig:
     if config is not None and preset is not None:
         raise ConfigError(
-            f"Qwen3MoePretraining got config and preset={preset!r}; give one. To change a preset's fields in Python: "
-            "dataclasses.replace(Qwen3MoeConfig.preset(...), ...); in YAML list the fields under config"
+            f"Qwen3MoePretraining got both config and preset={preset!r}; give one. To change a preset's fields in "
+            "Python: dataclasses.replace(Qwen3MoeConfig.preset(...), ...); in YAML list the fields under config"
         )
     if config is not None:
         return config

@@ -1,4 +1,4 @@
-"""How a stage of Qwen3-MoE is spread over ranks."""
+"""Distribution of a stage of Qwen3-MoE over ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from lightning_d9d.parallel import (
 
 
 def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
-    """Spread a stage over the ranks, in place, in the order in which the kinds of parallelism go together.
+    """Spread a stage over the ranks, in place, in the order in which the kinds of parallelism must be applied.
 
-    Each piece can be used alone, on any module.
+    Each part can be used alone, on any module.
 
     Args:
-        stage: On the meta device, or with equal values on all ranks.
-        mesh: Mesh of all ranks; None for one process, where only what concerns a single device is done.
-        parallel: How the stage is spread.
+        stage: Stage on the meta device, or with equal values on all ranks.
+        mesh: Mesh of all ranks; None for one process, which applies only the settings for a single device.
+        parallel: Settings of the distribution.
 
     Raises:
-        ConfigError: Experts are to be spread over ranks, or their products chosen, and the whole model has none.
+        ConfigError: Experts are to be spread over ranks, or their products are chosen, but the whole model has no
+            experts.
     """
     if mesh is not None and mesh.sizes[Axis.EP_SHARD] > 1:
         stage.config.refuse_without_experts(f"MeshConfig.expert_parallel={mesh.sizes[Axis.EP_SHARD]}")
@@ -59,7 +60,7 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
 def _gathered_together(stage: Qwen3MoeForCausalLM, layers: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
     """Return the units for `shard_data`: each layer, the embedding, and the final norm with the head.
 
-    A tied embedding is used by two modules, so it is gathered with the stage and kept.
+    Two modules use a tied embedding, so it is gathered with the stage and kept.
     """
     units: list[nn.Module | list[nn.Module]] = [*layers]
     if stage.config.tie_word_embeddings:

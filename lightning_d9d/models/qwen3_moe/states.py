@@ -1,7 +1,8 @@
-"""A model in stages gives out the hidden states of every layer: of this rank's tokens, of all tokens, or means.
+"""The hidden states of every layer of a model in stages: of this rank's tokens, of all tokens, or means.
 
-[Note: which states] The embeddings, then the output of each layer, the last one after the final norm. So there is one
-more than layers, as in `transformers`. Each stage adds what comes into its layers, and the last one its result.
+[Note: which states] The states are the embeddings, then the output of each layer, the last one after the final norm. So
+there is one more state than layers, as in `transformers`. Each stage adds the inputs of its layers, and the last stage
+its result.
 
 [Note: sums on the way] For means a stage sums the states of the tokens that it has, and passes on `[batch, layers so
 far, hidden]`. The last stage sums over the ranks with other tokens, once for all layers, and divides.
@@ -19,7 +20,7 @@ from lightning_d9d.parallel.tokens import TokenShard
 from lightning_d9d.pipeline.types import StageInfo
 
 OutputHiddenStates = bool | Literal["whole"]
-"""A model gives out no hidden states (False), those of this rank's tokens (True) or those of all ("whole")."""
+"""A model returns no hidden states (False), those of this rank's tokens (True) or those of all ("whole")."""
 
 
 class LayerStates:
@@ -27,16 +28,16 @@ class LayerStates:
 
     Args:
         stage: The stage that runs.
-        tokens: This rank's part of the sequences.
+        tokens: The tokens that this rank holds.
         shape: Shape of the stage's hidden states, `[batch, seq, hidden]`.
-        output_hidden_states: As the stage got it.
+        output_hidden_states: Mask as the stage received it.
         pooling_mask: As the stage got it.
-        snapshots: States of the stages before; None where nobody asked for them, and on the first stage.
-        sums: Sums of the stages before, likewise, shape `[batch, layers so far, hidden]`.
+        snapshots: States of earlier stages; None if they were not requested, and on the first stage.
+        sums: Sums of earlier stages, in the same way, shape `[batch, layers so far, hidden]`.
 
     Raises:
-        ConfigError: The requested hidden states are unknown or do not fit, or only some of the stages were asked for
-            them.
+        ConfigError: The requested hidden states are unknown or do not fit, or were requested on only some of the
+            stages.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class LayerStates:
             self._sums.append(TokenShard.summand(counted.sum(1, keepdim=True, dtype=dtype)))
 
     def for_next_stage(self) -> dict[str, Any]:
-        """Returns what the next stage is to get, by the names of its arguments."""
+        """Return the arguments for the next stage, by name."""
         handed: dict[str, Any] = {}
         if self._snapshots is not None:
             handed["snapshots"] = self._snapshots
@@ -80,7 +81,7 @@ class LayerStates:
         return handed
 
     def results(self) -> dict[str, Any]:
-        """Returns the last stage's `snapshots` and `pooled_states`, where they were asked for.
+        """Return the last stage's `snapshots` and `pooled_states`, if they were requested.
 
         Collective over the ranks that share sequences, for whole states and for means.
         """
@@ -93,7 +94,7 @@ class LayerStates:
         return found
 
     def _means(self, sums: Tensor, mask: Tensor) -> Tensor:
-        """Divides the sums over the tokens of all ranks by their number; both go in one message."""
+        """Divide the sums over the tokens of all ranks by their number; both are sent in one message."""
         count = mask.sum(1, dtype=sums.dtype)
         totals = self._tokens.sum(torch.cat([sums.flatten(1), count], 1))
         return totals[:, :-1].unflatten(1, sums.shape[1:]) / totals[:, -1].detach().clamp(min=1)[:, None, None]
@@ -109,13 +110,13 @@ def _check_asked(
     if output_hidden_states not in (False, True, "whole"):
         raise ConfigError(
             f"output_hidden_states={output_hidden_states!r} must be False, True (hidden states of this rank's tokens) "
-            "or 'whole' (those of all tokens); for means over tokens give pooling_mask"
+            "or 'whole' (those of all tokens). For means over tokens use pooling_mask"
         )
     where = f"stage {stage.index} of {stage.num_stages}"
     if output_hidden_states and not stage.is_first and snapshots is None:
         raise ConfigError(
-            f"{where} got output_hidden_states={output_hidden_states!r}, but no hidden states of the layers before: "
-            "give it to the first stage, in StageInputs.first"
+            f"{where} got output_hidden_states={output_hidden_states!r}, but no hidden states of earlier layers: give "
+            "it to the first stage, in StageInputs.first"
         )
     if not stage.is_first and (pooling_mask is None) != (sums is None):
         got, lacks = ("state_sums", "pooling_mask") if pooling_mask is None else ("pooling_mask", "state_sums")
@@ -127,12 +128,12 @@ def _check_asked(
 def _check_mask(mask: Tensor, expected: tuple[int, int]) -> None:
     if mask.is_floating_point() or mask.is_complex():
         raise ConfigError(
-            f"pooling_mask has dtype {mask.dtype}, but says of each token whether it counts, not how much: give bool "
+            f"pooling_mask has dtype {mask.dtype}, but it must say whether each token counts, not how much: use bool "
             "or integers, such as mask != 0"
         )
     if tuple(mask.shape) != expected:
         raise ConfigError(
-            f"pooling_mask has shape {list(mask.shape)}, but the tokens of this rank are {list(expected)}, [batch, "
-            "seq]: give each token a number. Context parallelism shards the tensors of a batch that "
+            f"pooling_mask has shape {list(mask.shape)}, but the tokens of this rank have {list(expected)}, [batch, "
+            "seq]: give one number for each token. Context parallelism shards the tensors of a batch that "
             "D9DModule.sequence_dims names"
         )

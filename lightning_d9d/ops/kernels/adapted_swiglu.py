@@ -1,8 +1,8 @@
 """Triton kernels of `adapted_swiglu`: SwiGLU of experts' rows with the thin products around it.
 
-A program of the forward has all columns of some rows, so it has their products with the next adapter at the end. One of
-the backward has all rows of an expert and some columns. So it has the gradients of these columns of the adapters'
-matrices at the end. What it adds to sums over columns is a part, and a second kernel adds the parts.
+A program of the forward has all columns of some rows, so it can compute their products with the next adapter at the
+end. A program of the backward has all rows of an expert and some columns. So it has the gradients of these columns of
+the adapters' matrices at the end. Its contribution to sums over columns is partial, and a second kernel adds the parts.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -23,7 +23,7 @@ from lightning_d9d.ops.rows import ceil_div, padded_for_products
 
 
 class _Tile(NamedTuple):
-    """The size of a tile, the number of tiles that are read or in use at a time, and the warps of a program."""
+    """The size of a tile, the number of tiles that are loaded or in use at a time, and the warps of a program."""
 
     rows: int
     columns: int
@@ -31,7 +31,7 @@ class _Tile(NamedTuple):
     warps: int
 
     def num_warps(self, rank: int, rank_out: int) -> int:
-        """Return how many warps a program has: wide thin tiles take the registers of more."""
+        """Return the number of warps of a program: wide thin tiles need the registers of more warps."""
         return max(self.warps, 8) if max(rank, rank_out) > _MOST_FOR_FEW_WARPS else self.warps
 
 
@@ -39,7 +39,7 @@ _FORWARD = _Tile(64, 64, 3, 4)
 _BACKWARD = _Tile(64, 64, 3, 4)
 _BLOCK = 1024
 _MOST_FOR_FEW_WARPS = 32
-"""Columns of thin tiles."""
+"""Maximum number of columns of thin tiles."""
 
 
 def forward(
@@ -94,7 +94,7 @@ def backward(
     scale: float,
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Fill the gradients of those of `gate_up`, `h`, `b`, `a` and `weights` that are given, as in `forward`."""
+    """Fill the gradients of the given ones of `gate_up`, `h`, `b`, `a` and `weights`, as in `forward`."""
     d_gate_up, dh, db, da, d_weights = results
     (num_rows, inner), num_experts = dy.shape, len(offsets)
     rank, rank_out = 0 if b is None else b.shape[2], 0 if a is None else a.shape[1]

@@ -23,7 +23,7 @@ from lightning_d9d.ops.rows import ceil_div, gpu_properties, num_programs, padde
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _LARGE_MEMORY = 120 * 1024
-"""Bytes of shared memory that a program must be able to have for the larger blocks; 227 KiB there are on Hopper."""
+"""Bytes of shared memory that a program needs for the larger blocks; Hopper has 227 KiB."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
@@ -67,7 +67,10 @@ def backward(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Fill the gradients that are not empty; `dk` and `dv` both are or neither. Queries and keys are not empty."""
+    """Fill the gradients that are not empty; either both `dk` and `dv` are empty or neither.
+
+    Queries and keys are not empty.
+    """
     grad_out, q, k, v, out = (_with_rows(t) for t in (grad_out, q, k, v, out))
     batch, heads, num_queries, _ = q.shape
     gradients = dq, dk, dv
@@ -362,7 +365,7 @@ def _prepare(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute two numbers a query: the base-two logarithm, +inf without a key, and its result times the gradient."""
+    """Compute for each query the base-two logarithm, +inf without a key, and its result times the gradient."""
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     first = tl.program_id(1) * ROWS

@@ -1,9 +1,9 @@
 """Plans the blocks of queries and keys that meet in attention, on the device.
 
-A program has a block of rows (queries, or keys for their gradients) and goes through columns (the other ones) a block
-at a time. A plan has the range of blocks with a pair, and in it the range in which all pairs count. For documents it
-knows the least and largest id of each block. So it is tight if documents are contiguous with ids that rise or fall.
-Other ids cost time, not correctness.
+A program has a block of rows (queries, or keys for their gradients) and processes the columns (the other ones) a block
+at a time. A plan has the range of blocks with a pair, and in it the range in which all pairs count. For documents the
+plan uses the smallest and largest id of each block. So it is tight if documents are contiguous with ids that rise or
+fall. Other ids cost time, not correctness.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
@@ -38,7 +38,7 @@ def plan_blocks(
 ) -> Tensor:
     """Return shape `[batch, blocks of rows, 4]`, one batch if it is the same for all.
 
-    The first block of columns and the one after the last, then the same for those without masks.
+    Its entries are the first block of columns and the one after the last, then the same for blocks without masks.
     """
     ids = (masks.q_documents, masks.k_documents) if rows_are_queries else (masks.k_documents, masks.q_documents)
     row_ids, column_ids = ids
@@ -71,7 +71,7 @@ def plan_blocks(
 
 @jit(do_not_specialize=SIZES)
 def _extremes(ids_ptr, low_ptr, high_ptr, ids_stride, length, COLUMNS: tl.constexpr):
-    """Write the least and largest id of each block of columns."""
+    """Write the smallest and largest id of each block of columns."""
     block = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     ids = ids_from(ids_ptr + batch * ids_stride, block * COLUMNS, length, COLUMNS)

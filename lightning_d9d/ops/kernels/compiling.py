@@ -1,4 +1,4 @@
-"""Compiles each kernel once a machine: processes do not repeat each other's work.
+"""Compiles each kernel once on each machine, so that processes do not repeat each other's work.
 
 [Note: compiling] Triton caches compiled kernels on disk. But processes of a machine that need a kernel at the same time
 all compile it. Here a lock file for each kernel lets one process compile, while the others wait and then read the
@@ -25,7 +25,7 @@ from lightning_d9d.startup import add
 PART = "kernels"
 """The name of compiling among the parts of a start."""
 _WAIT_S = 60.0
-"""Longer than a kernel takes: a process that holds its lock for longer will not finish it."""
+"""Longer than a kernel takes: a process that holds its lock for longer will not finish."""
 _PACKAGE = __name__.rpartition(".")[0]
 _of_thread = threading.local()
 
@@ -89,7 +89,7 @@ def install() -> None:
 
 
 def add_hooks() -> None:
-    """Take a kernel's lock before it is compiled or read, release it afterwards, and count the time. Local."""
+    """Take a kernel's lock before it is compiled or read, release it afterwards, and record the time. Local."""
     runtime = knobs.runtime
     before, after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
 
@@ -129,7 +129,7 @@ def _is_ours(options: dict[str, Any]) -> bool:
 
 
 def _lock_of(options: dict[str, Any]) -> Lock | None:
-    """Return the lock of a kernel; None if its folder cannot be written to."""
+    """Return the lock of a kernel; None if its folder cannot be written."""
     function = options["fn"]
     try:
         return Lock(lock_file(function.module, function.name, options["compile"]["specialization_data"]))

@@ -17,10 +17,10 @@ from lightning_d9d.ops.kernels.stochastic import _index, _philox, _pointer, _sto
 from lightning_d9d.ops.philox import OTHER_SPREAD, SPREAD
 
 _BLOCKS = 32
-"""Blocks that AdamW updates at a time."""
+"""Number of blocks that AdamW updates at a time."""
 _WARPS = 2
 CHUNK = 16 * _BLOCKS
-"""Blocks that a program updates."""
+"""Number of blocks that a program updates."""
 COLUMNS = 11
 """Numbers of a part in the table."""
 _BLOCK = tl.constexpr(BLOCK)
@@ -32,7 +32,7 @@ _LEAST = tl.constexpr(LEAST_SQUARE)
 _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE = map(tl.constexpr, AVERAGE)
 _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE = map(tl.constexpr, SQUARE)
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-"""The interpreter lacks the device's approximations, from which the exact results are found."""
+"""The interpreter lacks the device's approximations, from which the exact results are computed."""
 
 
 def adamw(
@@ -49,12 +49,12 @@ def adamw(
     """Update all tensors of a table, like `lightning_d9d.ops.kernels.stochastic.adamw`.
 
     Args:
-        parts: int64 `[parts, 11]`. The addresses of parameter, exp_avg, exp_avg_sq and the scales of both come first.
+        parts: Int64 `[parts, 11]`. The addresses of parameter, exp_avg, exp_avg_sq and the scales of both come first.
             The row of `scalars` and the number of elements follow, then the `first`, `length` and `stride` of `Block`,
             and the length of its rows.
-        gradients: int64 `[parts]`, addresses.
-        chunks: int32 `[chunks, 2]`: a part, and which `CHUNK` blocks of it.
-        scalars: The same as there.
+        gradients: Int64 `[parts]`, addresses.
+        chunks: Int32 `[chunks, 2]`: a part, and the index of `CHUNK` blocks in it.
+        scalars: Settings as in that function.
         found_inf: As there.
         dtypes: As there.
         betas: As there.
@@ -120,7 +120,7 @@ def _quotient(numerator, denominator):
 
 @triton.jit
 def _bases(magnitudes, ROOM: tl.constexpr, BELOW: tl.constexpr, MOST: tl.constexpr):
-    """Find the scales of blocks."""
+    """Compute the scales of blocks."""
     largest = _as_bits(tl.max(magnitudes, axis=1))
     return tl.minimum(tl.maximum(((largest + ROOM) >> 23) - BELOW, 1), MOST)
 

@@ -13,8 +13,8 @@ from lightning_d9d.ops.places import FACTORS, MEAN, ROUNDS, STEPS, WORD, Runs
 from lightning_d9d.ops.rows import ceil_div
 
 _BLOCK = 512
-"""Calls of Philox in a program: four for each thread of four warps, so that products of one do not wait for another.
-Some 350 instructions make four values, so computation takes the time, not memory.
+"""Calls of Philox in a program: four for each thread of four warps, so that independent products overlap. About 350
+instructions compute four values, so computation limits the time, not memory.
 """
 _ROUNDS = tl.constexpr(ROUNDS)
 _FACTOR0, _FACTOR1 = tl.constexpr(FACTORS[0]), tl.constexpr(FACTORS[1])
@@ -23,7 +23,7 @@ _MEAN = tl.constexpr(MEAN)
 
 
 def fill_normal(target: Tensor, scale: float, key: int, runs: Runs) -> None:
-    """Fill `target`, contiguous, in float32, float16 or bfloat16, with the values of its places; there are some."""
+    """Fill `target` with the values of its places: contiguous, not empty, in float32, float16 or bfloat16."""
     calls = (runs.length + 6) // 4  # the most calls that the words of a run come from, for any beginning
     is_bfloat16 = target.dtype == torch.bfloat16
     with torch.cuda.device_of(target):
@@ -71,7 +71,7 @@ def _fill(
 
 @triton.jit
 def _philox(c0, k0, k1):
-    """Return four words, as `lightning_d9d.ops.places` has them one by one."""
+    """Return four words, which `lightning_d9d.ops.places` returns one by one."""
     c1, c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0), tl.zeros_like(c0)
     for _ in tl.static_range(_ROUNDS):  # type: ignore[misc]
         high0, high2 = tl.umulhi(c0, _FACTOR0), tl.umulhi(c2, _FACTOR1)

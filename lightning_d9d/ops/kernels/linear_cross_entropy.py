@@ -1,10 +1,10 @@
-"""Kernels of `linear_cross_entropy`: one program a row of logits.
+"""A program reads its row in blocks of `LANES x WIDTH` numbers; a thread loads `WIDTH` numbers, 16 bytes, at once.
 
 A program reads its row in blocks of `LANES x WIDTH` numbers, `WIDTH` of which are the 16 bytes that a thread loads at
 once. Maxima and sums are kept by lane, so threads do not need each other before the end of the row. There is one
-exponential a number and one a lane. The gradient is written from the end of the row to its start: the numbers read last
-are still in the cache. Blocks extend past the columns of a row to the beginning of the next row. So loads are wide even
-for an odd number of columns. The gap between rows is overwritten too.
+exponential for each number and one for each lane. The gradient is written from the end of the row to its start, because
+the numbers read last are still in the cache. Blocks extend past the columns of a row to the beginning of the next row.
+So loads are wide even for an odd number of columns. The gap between rows is overwritten too.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -21,7 +21,8 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 _MOST_AT_ONCE = 16384
 _NUMBERS_PER_THREAD = 16
 _PROGRAMS_OF_SCALE = 1056
-"""Eight programs a multiprocessor of an H200: enough to saturate memory, and quick to end if there is nothing to do."""
+"""Eight programs for each multiprocessor of an H200: enough to saturate memory, and quick to end if there is nothing to
+do."""
 
 _SCALED_AT_ONCE = 4096
 
@@ -29,18 +30,18 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOG2_E_REST = tl.constexpr(1.4426950408889634 - 1.44269502162933349609375)  # what float32 cuts
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)
-"""Start of maxima: finite, so that a lane with only -inf has exponentials 0."""
+"""Initial value of maxima: finite, so that exponentials of a lane with only -inf are 0."""
 
 
 def write_statistics(logits: Tensor, labels: Tensor, statistics: Tensor, *, first: int, soft_cap: float) -> None:
     """Write each row's log-sum-exp, logit of the label (0 if it is not a column) and sum of logits.
 
     Args:
-        logits: shape `[rows, columns]`, the last dim contiguous; it owns the memory between rows.
-        labels: int64 `[rows]`; column 0 has the label `first`.
-        statistics: float32 `[3, rows]`, the last dim contiguous; overwritten.
-        first: label of the first column.
-        soft_cap: 0 for none.
+        logits: Shape `[rows, columns]`, the last dim contiguous; it owns the memory between rows.
+        labels: Int64 `[rows]`; column 0 has the label `first`.
+        statistics: Float32 `[3, rows]`, the last dim contiguous; overwritten.
+        first: Label of the first column.
+        soft_cap: Soft cap; Soft cap; 0 for none.
     """
     _launch(logits, labels, statistics, statistics, first=first, soft_cap=soft_cap, READS=True, WRITES=False)
 
@@ -51,11 +52,11 @@ def write_gradient(
     """Overwrite logits with `factors[0] * softmax - factors[1] * is_label - factors[2]`, through the soft cap.
 
     Args:
-        logits: shape `[rows, columns]`, the last dim contiguous; it owns the memory between rows.
-        labels: int64 `[rows]`; column 0 has the label `first`.
-        lse: log-sum-exp of each row, float32 `[rows]`.
-        factors: float32 `[3, rows]`, the last dim contiguous.
-        first: label of the first column.
+        logits: Shape `[rows, columns]`, the last dim contiguous; it owns the memory between rows.
+        labels: Int64 `[rows]`; column 0 has the label `first`.
+        lse: Log-sum-exp of each row, float32 `[rows]`.
+        factors: Float32 `[3, rows]`, the last dim contiguous.
+        first: Label of the first column.
         soft_cap: 0 for none.
     """
     statistics = lse.unsqueeze(0)
@@ -178,9 +179,9 @@ def _kernel(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write the statistics (`READS`) or read a log-sum-exp from there; then perhaps write the gradient (`WRITES`).
+    """Write the statistics (`READS`) or read a log-sum-exp from there; then write the gradient if `WRITES`.
 
-    With both, factors are those of the losses' sum, this rank has all columns, and `factors` is not read.
+    With both, the factors are those of the losses' sum, this rank has all columns, and `factors` is not read.
     """
     EXACT: tl.constexpr = logits_of_rows.dtype.element_ty == tl.float32
     index = tl.program_id(0).to(tl.int64)

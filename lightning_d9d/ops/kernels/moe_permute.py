@@ -1,14 +1,14 @@
 """Triton kernels of `moe_permute` and `moe_unpermute`.
 
-[Note: sorting] A program goes through a block of copies and gives each its number among those of its expert there. It
-keeps count of experts (`_rank`). Each copy then adds the first row of its expert and block to that number. For this
-every program sums up the counts of all blocks before its own (`_finish`), which is faster than a third launch. All sums
-are of integers, so their order does not matter.
+[Note: sorting] A program processes a block of copies and gives each copy its number among those of its expert in the
+block. It counts the copies of each expert (`_rank`). Each copy then adds the first row of its expert and block to that
+number. For this every program sums the counts of all blocks before its own (`_finish`), which is faster than a third
+launch. All sums are of integers, so their order does not matter.
 
-[Note: copying] A program reads rows of some tokens once and writes all their copies, as tokens are near each other and
-copies are not. A kernel by copies would read each token `top_k` times. Summing reads the copies, and writes once.
-Copies and products with rows of the same tokens may both be needed. A program then has all rows of one token in flight
-while it writes the copies.
+[Note: copying] A program reads rows of some tokens once and writes all their copies, because tokens are adjacent and
+copies are not. A kernel over copies would read each token `top_k` times. The sum reads the copies, and writes once.
+Copies and products with rows of the same tokens may both be needed. A program then holds all rows of one token while it
+writes the copies.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -29,29 +29,30 @@ _NUM_WARPS = 4
 _TILE_BYTES = 4096
 """Bytes of a program's tile: two accesses of 16 bytes for each thread, times the number of copies in flight."""
 _DOT_TILE_BYTES = 2048
-"""Bytes of a tile of products of rows, which read two of these at a time."""
+"""Bytes of a tile for products of rows, which read two tiles at a time."""
 _BOTH_TILE_BYTES = 16384
 """Bytes of a tile of copies and products at once: all rows of a token."""
 _STREAMED_BYTES = 2**28
-"""Least size, several times that of caches, from which copies are written past the cache: they would be evicted before
-the next product reads them. Smaller ones stay in the cache.
+"""Smallest size, several times that of caches, for which copies are written past the cache: they would be evicted
+before the next product reads them. Smaller ones stay in the cache.
 """
 _STEP = 64
-"""Copies that are ranked at a time. With more, each is compared with more others."""
+"""Number of copies that are ranked at a time. With a larger number, each copy is compared with more others."""
 _AT_ONCE = 32
-"""Number of these that a copy is compared with at once."""
+"""Number of these with which a copy is compared at once."""
 _MOST_STEPS = 64
-"""Most steps of a block: at the end its copies are in a program's registers."""
+"""Maximum number of steps of a block: at the end its copies are in a program's registers."""
 _MOST_BLOCKS = 256
-"""Most blocks, if possible. Fewer blocks need more steps, more blocks have more counts to sum up."""
+"""Maximum number of blocks, if possible. Fewer blocks need more steps, and more blocks have more counts to sum."""
 _MOST_COUNTS = 65536
-"""Most counts that a program sums up over all blocks: with more than 256 experts there are fewer blocks."""
+"""Maximum number of counts that a program sums over all blocks: with more than 256 experts there are fewer blocks."""
 _BLOCKS_TO_FINISH = 2
-"""Blocks that a program finishes. With more, fewer programs sum up the counts, and each waits longer."""
+"""Number of blocks that a program finishes. With a larger number, fewer programs sum the counts, and each waits
+longer."""
 _SOURCES = 1024
-"""Copies for whose rows a program writes the token."""
+"""Number of copies for whose rows a program writes the token."""
 _COUNTS_AT_ONCE = 8192
-"""Counts of all experts and some blocks at a time: eight loads of 16 bytes for each thread."""
+"""Number of counts of all experts and some blocks at a time: eight loads of 16 bytes for each thread."""
 
 
 def sort(indices: Tensor, multiple: int, places: Tensor, counts: Tensor, offsets: Tensor) -> None:

@@ -4,7 +4,8 @@ A program has a tile of some tokens' logits in registers, all experts of each. I
 experts are read a second time, from the cache.
 
 [Note: how experts are chosen] Floats are converted to integers of the same order. A warp finds the largest with one
-instruction (`redux`), and then its lowest place. So equal floats come in order, and NaN is the largest.
+instruction (`redux`), and then its lowest place. So equal floats are chosen in order of their places, and NaN counts as
+the largest.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -20,7 +21,7 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs, rows
 
 _NUM_WARPS = 4
 _TILE = 2048
-"""Elements of a program's tile, 16 a thread: a token of up to 128 experts is in one warp."""
+"""Elements of a program's tile, 16 for each thread: a token of up to 128 experts is in one warp."""
 
 
 def route(

@@ -1,4 +1,4 @@
-"""Kernels of the passes over memory that Muon makes beside its products."""
+"""Kernels for Muon's passes over memory beside its products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WARPS = 8
 
 
 def momentum_direction(average: Tensor, gradient: Tensor, direction: Tensor, decay: float) -> None:
-    """Overwrite `average`, float32, and fill `direction`. All are contiguous and have elements."""
+    """Overwrite `average`, float32, and fill `direction`. All are contiguous and not empty."""
     _momentum[(ceil_div(average.numel(), _TILE),)](
         average,
         gradient,
@@ -33,7 +33,7 @@ def momentum_direction(average: Tensor, gradient: Tensor, direction: Tensor, dec
 def descend(
     weight: Tensor, direction: Tensor, keep: float | Tensor, size: float | Tensor, seed: int, offset: int
 ) -> None:
-    """Overwrite `weight`, bfloat16. Both tensors are contiguous and have elements."""
+    """Overwrite `weight`, bfloat16. Both tensors are contiguous and not empty."""
     scalars = None
     if isinstance(keep, Tensor) or isinstance(size, Tensor):
         scalars = torch.stack([torch.as_tensor(each, device=weight.device).float() for each in (keep, size)])

@@ -1,12 +1,12 @@
 """Triton kernels of `lightning_d9d.ops.peer_exchange`: they write into the memory of other ranks' devices.
 
-[Note: flags] A rank writes its rows into the memory of others. Then, in a kernel of its own, it writes the number of
-the exchange to a flag there (release, for all devices). Whoever reads waits for the flags of all (acquire). Numbers and
-waits are on the device, so that a graph can be captured. A wait ends after a time in any case; then a bit of the state
-says so, and no later wait waits.
+[Note: flags] A rank writes its rows into the memory of others. Then, in a separate kernel, it writes the number of the
+exchange to a flag there (release, for all devices). A reader waits for the flags of all ranks (acquire). Numbers and
+waits are on the device, so that a graph can be captured. A wait has a time limit; after it a bit of the state is set,
+and no later wait waits.
 
 [Note: two regions] Exchanges take turns with two regions of the memory. A rank writes for exchange e + 2 after it has
-seen all flags of e + 1, which others set behind what they read of e. So each exchange needs one wait alone.
+seen all flags of e + 1. The others set these after they have read exchange e. So each exchange needs only one wait.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -29,7 +29,7 @@ _NUM_WARPS = 4
 _MOST_COLUMNS = 4096
 """Columns that a program handles at a time."""
 _LOOKS_ON_CPU = 2_000_000
-"""Looks at the flags after which a wait ends in Triton's interpreter, which has no clock."""
+"""Number of polls of the flags after which a wait ends in Triton's interpreter, which has no clock."""
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _LATE, _OVERFLOW = tl.constexpr(LATE), tl.constexpr(OVERFLOW)
 
@@ -54,7 +54,7 @@ def share_counts(memory: PeerMemory, counts: Tensor, plan: Tensor) -> None:
 
 
 def meet(memory: PeerMemory) -> None:
-    """Wait on the device until all ranks are here. Collective."""
+    """Wait on the device until all ranks have arrived. Collective."""
     num_ranks = memory.layout.num_ranks
     _meet[(1,)](
         memory.pointers,
@@ -77,7 +77,7 @@ def push(
     weights: Tensor | None,
     experts: Tensor | None,
 ) -> None:
-    """Writes rows of tokens into the memory of the ranks that they go to."""
+    """Write rows of tokens into the memory of the ranks that they go to."""
     if len(x) == 0:
         return
     _push[(len(x),)](
@@ -101,7 +101,7 @@ def push(
 
 
 def take_notes(memory: PeerMemory, plan: Tensor, first_expert: int, weights: Tensor, experts: Tensor) -> None:
-    """Writes the last two, of the rows that came: weights, and experts counted from this rank's first one."""
+    """Write the last two tensors, for the received rows: weights, and experts counted from this rank's first one."""
     num_rows, top_k = weights.shape
     rows = max(1, 1024 // next_power_of_2(top_k))
     _take_notes[(ceil_div(num_rows, rows),)](
@@ -122,7 +122,7 @@ def take_notes(memory: PeerMemory, plan: Tensor, first_expert: int, weights: Ten
 
 
 def limit_places(memory: PeerMemory, experts: Tensor, places: Tensor, offsets: Tensor, num_rows: int) -> None:
-    """Changes places and offsets, so that none is above `num_rows`, and sets the flag if one was."""
+    """Limit places and offsets to `num_rows`, and set the flag if one was larger."""
     size = 1024
     _limit_places[(max(1, ceil_div(places.numel(), size)),)](
         memory.state,
@@ -141,7 +141,7 @@ def limit_places(memory: PeerMemory, experts: Tensor, places: Tensor, offsets: T
 def take(
     memory: PeerMemory, plan: Tensor, places: Tensor, rows: Tensor, weights: Tensor | None, of_rows: Tensor | None
 ) -> None:
-    """Writes `rows`, copies of the rows that came, and `of_rows`, the weight of each copy."""
+    """Write `rows`, copies of the received rows, and `of_rows`, the weight of each copy."""
     if rows.numel() == 0:
         return
     _take[(len(places),)](
@@ -163,7 +163,7 @@ def take(
 
 
 def push_sums(memory: PeerMemory, rows: Tensor, places: Tensor, plan: Tensor, weights: Tensor | None) -> None:
-    """Writes sums of rows into the memory of the ranks that sent what they are copies of."""
+    """Write sums of rows into the memory of the ranks that sent the originals."""
     _push_sums[(len(places),)](
         memory.pointers,
         memory.state,
@@ -185,7 +185,7 @@ def push_sums(memory: PeerMemory, rows: Tensor, places: Tensor, plan: Tensor, we
 
 
 def take_sums(memory: PeerMemory, places: Tensor, ranks: Tensor, sums: Tensor, weights: Tensor | None) -> None:
-    """Writes the last two: sums of the rows that came back, and of what came beside them."""
+    """Write the last two tensors: sums of the returned rows, and of the values beside them."""
     if len(sums) == 0:
         return
     _take_sums[(len(sums),)](
@@ -223,7 +223,7 @@ def _columns(matrix: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _wait(pointers, own, state, limit, num_ranks, rank, RANKS: tl.constexpr):
-    """Sets this rank's flag at all others, and waits for theirs. [Note: flags]."""
+    """Set this rank's flag at all others, and wait for theirs. [Note: flags]."""
     epoch = tl.load(state) + 1
     others = tl.arange(0, RANKS)
     is_rank = others < num_ranks

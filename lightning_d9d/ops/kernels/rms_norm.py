@@ -1,4 +1,4 @@
-"""Triton kernels of `rms_norm`: a program has some whole rows in registers, so memory is read and written once."""
+"""Triton kernels of `rms_norm`: a program holds some whole rows in registers, so memory is read and written once."""
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from lightning_d9d.ops.kernels.rows import add_up
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs, rows_of
 
 _FORWARD_TILE = 2048
-"""Elements that a program works on at a time; 8 a thread, so a load of 16 bytes in 16 bits."""
+"""Elements that a program processes at a time; 8 for each thread, so a load of 16 bytes in 16 bits."""
 _BACKWARD_TILE = 4096
-"""Elements in the backward: twice as many, so that fewer programs have fewer sums to add up."""
+"""Elements in the backward: twice as many, so that fewer programs have fewer sums to add."""
 
 
 def forward(
@@ -134,7 +134,7 @@ def _forward(
 
 @triton.jit
 def _load(ptr, stride, row, column, num_rows, dim):
-    """Load a tile, with zeros after the last row, and for an absent tensor."""
+    """Load a tile, with zeros after the last row, and zeros for an absent tensor."""
     if ptr is None:
         return tl.zeros([1, 1], tl.float32)
     else:

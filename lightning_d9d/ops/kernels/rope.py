@@ -1,11 +1,11 @@
-"""Triton kernels of `rope` and `norm_rope`: a program has whole heads of some tokens in registers.
+"""Triton kernels of `rope` and `norm_rope`: a program holds whole heads of some tokens in registers.
 
-A launch is for queries and keys, or for one tensor alone: the first programs work on queries, the others on keys. A
-tile has some heads of some tokens in one row of the batch. Both numbers are powers of two; the number of heads divides
-the tensor's. So all tiles have the same layout, and only the beginning of each has to be computed.
+A launch is for queries and keys, or for a single tensor: the first programs process queries, the others keys. A tile
+has some heads of some tokens in one row of the batch. Both numbers are powers of two; the number of heads divides the
+tensor's. So all tiles have the same layout, and only the beginning of each has to be computed.
 
 Pairs are in two blocks, one of their first elements and one of their second. A third block has the elements that are
-not turned, if there are any.
+not rotated, if there are any.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
 # pyright: reportOperatorIssue=false
@@ -25,7 +25,7 @@ from lightning_d9d.ops.kernels.rows import add_up
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 _TILE = 4096
-"""Elements that a program works on at a time."""
+"""Elements that a program processes at a time."""
 _FORWARD_ELEMENTS = 32
 """Elements of a thread: four loads of 16 bytes in 16 bits."""
 _BACKWARD_ELEMENTS = 16
@@ -45,9 +45,9 @@ def forward(
     eps: float = 0.0,
     zero_centered: bool = False,
 ) -> None:
-    """Fill the contiguous `results`: the inputs are normed, if there are weights, then turned.
+    """Fill the contiguous `results`: the inputs are normed, if there are weights, then rotated.
 
-    Queries and keys, if there are any, have one dtype, and so have their weights. `back` turns by the negative angles.
+    Queries and keys, if there are any, have one dtype, and so do their weights. `back` rotates by the negative angles.
     """
     q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(cos, sin)
     q_tiles, k_tiles, options = _tiles(q, k, cos, _FORWARD_ELEMENTS)

@@ -1,4 +1,4 @@
-"""A Triton kernel that adds up what programs have summed over their rows."""
+"""A Triton kernel that adds the sums that programs have computed over their rows."""
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 _ROWS = 128
 _COLUMNS = 16
-"""Columns of a program: few, so that there are many programs, as the sums of a weight fit into a cache."""
+"""Columns of a program: few, so that there are many programs, because the sums of a weight fit into a cache."""
 _COLUMNS_AT_ONCE = 8
-"""Columns of a program that has all rows at once: 32 bytes of each, the least that memory reads."""
+"""Columns of a program that holds all rows at once: 32 bytes of each row, the smallest read of memory."""
 
 
 def add_up(
@@ -22,9 +22,9 @@ def add_up(
 ) -> None:
     """Fill `result`, shape `[columns]` in any dtype, with the sums over the rows of `partial`, float32, in fixed order.
 
-    With `second`, of the same shape and dtype, these are the sums of the first `num_first` rows, and it gets those of
-    the others. All are contiguous. With `at_once` a program loads all rows of its columns before it adds: faster for up
-    to some hundred.
+    With `second`, of the same shape and dtype, these are the sums of the first `num_first` rows, and `second` gets
+    those of the others. All are contiguous. With `at_once` a program loads all rows of its columns before it adds,
+    which is faster for up to several hundred rows.
     """
     num_rows, dim = partial.shape
     if second is None:

@@ -15,11 +15,11 @@ from lightning_d9d.ops.philox import ROUNDS, SPREAD
 from lightning_d9d.ops.rows import ceil_div
 
 _ROUNDED = 2048
-"""Elements a program rounds: eight for each thread of eight warps, so 16 bytes of bfloat16."""
+"""Elements that a program rounds: eight for each thread of eight warps, so 16 bytes of bfloat16."""
 _TILE = 1024
-"""Elements that AdamW updates at a time: four for each thread of eight warps, for which one call of Philox has bits. A
-thread makes and uses its own bits, so that threads do not wait for each other. It runs some 80 instructions for each
-element, about as many as fit while memory is busy.
+"""Elements that AdamW updates at a time: four for each thread of eight warps, for which one call of Philox has enough
+bits. A thread makes and uses its own bits, so that threads do not wait for each other. A thread runs about 80
+instructions for each element, about as many as fit while memory is busy.
 """
 _WARPS = 8
 CHUNK = 16 * _TILE
@@ -30,7 +30,7 @@ _LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 def round_stochastic(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
-    """Fill `target`, bfloat16, from `source`, float32; both are contiguous and have elements."""
+    """Fill `target`, bfloat16, from `source`, float32; both are contiguous and not empty."""
     count, shift = source.numel(), offset % 8
     _round[(ceil_div(count + shift, _ROUNDED),)](
         target.view(torch.int16),
@@ -58,17 +58,17 @@ def adamw(
     """Update all tensors of a table.
 
     Args:
-        blocks: int64 `[blocks, 8]`: the addresses of parameter, exp_avg and exp_avg_sq, the row of `scalars`, the
+        blocks: Int64 `[blocks, 8]`: the addresses of parameter, exp_avg and exp_avg_sq, the row of `scalars`, the
             number of elements, and the `first`, `length` and `stride` of `Block`.
-        gradients: int64 `[blocks]`, addresses.
-        chunks: int32 `[chunks, 2]`: a block, and which `CHUNK` elements of it.
-        scalars: float32 `[tensors, 5]`: step size, inverse root of the second bias correction, factor of a parameter
+        gradients: Int64 `[blocks]`, addresses.
+        chunks: Int32 `[chunks, 2]`: a block, and the index of `CHUNK` elements in it.
+        scalars: Float32 `[tensors, 5]`: step size, inverse root of the second bias correction, factor of a parameter
             for decay, factor of a gradient, step.
-        found_inf: float32 scalar; nothing is changed unless it is 0.
-        dtypes: dtypes of parameters, gradients and states.
+        found_inf: Float32 scalar; nothing is changed unless it is 0.
+        dtypes: Dtypes of parameters, gradients and states.
         betas: decay rates.
-        eps: added to the root.
-        seed: from 0 to `2**32 - 1`.
+        eps: Number added to the root.
+        seed: Seed, from 0 to `2**32 - 1`.
     """
     _adamw[(len(chunks),)](
         blocks,
@@ -93,7 +93,10 @@ def adamw(
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Compute `lightning_d9d.ops.philox.philox`. One product gives both halves; `tl.philox` takes two."""
+    """Compute `lightning_d9d.ops.philox.philox`.
+
+    Compute Philox with one product for both halves; `tl.philox` takes two.
+    """
     for _ in tl.static_range(_ROUNDS):  # type: ignore[misc]
         low, high = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
         c0, c1 = (high >> 32).to(tl.uint32) ^ c1 ^ k0, high.to(tl.uint32)
@@ -105,7 +108,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _words(counter, key0, key1):
-    """Make the words of a 64-bit counter."""
+    """Compute the words of a 64-bit counter."""
     none = tl.zeros_like(counter).to(tl.uint32)
     return _philox(counter.to(tl.uint32), (counter >> 32).to(tl.uint32), none, none, key0, key1)
 
@@ -135,7 +138,7 @@ def _rounded(values, random):
 
 @triton.jit
 def _random_bits(first_block, start, seed, TILE: tl.constexpr):
-    """Draw 16 random bits for each place of a tile, eight of which have one call of Philox."""
+    """Draw 16 random bits for each place of a tile; one call of Philox serves eight places."""
     block = first_block.to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
     key = seed.to(tl.int64)
     words = _in_order(*_words(block, key.to(tl.uint32), (key >> 32).to(tl.uint32)))

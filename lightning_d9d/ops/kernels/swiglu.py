@@ -1,4 +1,4 @@
-"""Triton kernels of `swiglu`: a program has a tile of some rows and columns, the next one those to the right of it."""
+"""Triton kernels of `swiglu`: a program has a tile of some rows and columns, the next program the tile to the right."""
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, rows_of
 
 _TILE = 1024
-"""Elements of a tile, for 4 warps: 8 a thread, so a load of 16 bytes of each argument in 16 bits. With twice as many
-there are fewer programs at a time, and those that go through all columns for the weights' gradient take 20 % longer."""
+"""Elements of a tile, for 4 warps: 8 for each thread, so a load of 16 bytes of each argument in 16 bits. With twice as
+many there are fewer programs at a time, and programs that process all columns for the weights' gradient take 20 %
+longer."""
 _MAX_COLUMNS = 256
-"""Most columns of a tile, so that few are masked if the width is not a power of 2, such as 768."""
+"""Maximum number of columns of a tile, so that few are masked if the width is not a power of 2, such as 768."""
 
 
 def forward(gate: Tensor, up: Tensor | None, weights: Tensor | None, result: Tensor) -> None:

@@ -1,9 +1,10 @@
-"""Triton kernels of products of sorted rows with thin matrices, one a group: those of experts' adapters.
+"""Triton kernels of products of sorted rows with thin matrices, one for each group: those of experts' adapters.
 
 [Note: thin products] A product of rank r reads much and computes little, so the order of reads matters. The grid is
-`EXPERTS x some`: neighbours differ in the expert. An expert's rows are in the order of tokens. So programs that run at
-the same time read copies of the same tokens, from memory once and then from the cache. For this, rows are read from the
-tokens, by `sources`, rather than from their copies. Each program finds its rows from `offsets`, on the device.
+`EXPERTS x some`: neighbouring programs have different experts. An expert's rows are in the order of tokens. So programs
+that run at the same time read copies of the same tokens, from memory once and then from the cache. For this purpose
+rows are read from the tokens, through `sources`, instead of from their copies. Each program finds its rows from
+`offsets`, on the device.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -20,17 +21,17 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2, padded_for_product
 
 _ROWS = 64
 _COLUMNS = 128
-"""The columns of a tile where rows are added to or added up."""
+"""Columns of a tile if the kernel adds to rows or sums rows."""
 _ROWS_READ = 128
 _COLUMNS_READ = 64
-"""The columns of a tile where rows are only read."""
+"""Columns of a tile if the kernel only reads rows."""
 _MORE_PROGRAMS = 4
-"""Factor on the programs that an expert of mean size would need, so that larger experts do not take longer."""
+"""Factor for the number of programs that an expert of mean size needs, so that larger experts do not take longer."""
 _BLOCK = 1024
 
 
 def num_parts(num_rows: int, num_experts: int, rows: int) -> int:
-    """Return how many programs share an expert's rows, in tiles of `rows`."""
+    """Return the number of programs that share an expert's rows, in tiles of `rows`."""
     return max(1, min(_MORE_PROGRAMS * ceil_div(num_rows, rows * num_experts), ceil_div(num_rows, rows)))
 
 
