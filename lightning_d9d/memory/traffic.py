@@ -66,14 +66,16 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     copies = mesh.data_parallel_replicate * mesh.context_parallel_replicate
     for share in held:
-        width, wide = share.weight.dtype.itemsize, max(model.sum_bytes, share.weight.dtype.itemsize)
+        wide = max(model.unit_sum_bytes if share.is_unit else model.sum_bytes, share.weight.dtype.itemsize)
         is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
         axis, span = (
             (Axis.EP_FSDP, mesh.expert_parallel * share.num_shards) if is_apart else (Axis.DP_CP_SHARD, shards * inner)
         )
         if share.is_unit:
             ring = share.num_padded * share_sent(share.num_shards)
-            of_gather = Sent("all_gather", "weights", axis, share.num_shards, span, gathers * ring * width, gathers)
+            of_gather = Sent(
+                "all_gather", "weights", axis, share.num_shards, span, gathers * ring * share.width, gathers
+            )
             yield of_gather
             if share.weight.is_trained:
                 yield Sent("reduce_scatter", "gradients", axis, share.num_shards, span, ring * wide, 1)

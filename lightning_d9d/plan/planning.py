@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.memory import GPU_OVERHEAD
 from lightning_d9d.memory.parameters import states_of
 from lightning_d9d.memory.peak import PeakBytes
 from lightning_d9d.memory.rank import RankModel
@@ -21,13 +22,8 @@ from lightning_d9d.plan.machine import MachineTable, machine_of
 from lightning_d9d.plan.seconds import Timed, timed
 from lightning_d9d.schedule import Auto, ModelCosts, Schedule
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.staging import with_dtypes
 from lightning_d9d.strategy.strategy import D9DStrategy
-
-_RESERVED_SHARE, _RESERVED_BYTES = 0.06, 256 * 2**20
-"""The share and the bytes that the allocator has beside what is allocated: fragments, and pools of small blocks.
-They are chosen with one H200 in view that had 129 GiB for 121 (docs/benchmarks/whole-model.md)."""
-_OUTSIDE_BYTES = 700 * 2**20
-"""The bytes of CUDA's context and libraries, and buffers of nccl, which torch does not know. Assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +43,12 @@ class RankPlan:
     @property
     def reserved(self) -> int:
         """Bytes that torch's allocator has of the device."""
-        return int(self.peak.total * (1 + _RESERVED_SHARE)) + _RESERVED_BYTES
+        return GPU_OVERHEAD.reserved(self.peak.total)
 
     @property
     def needed(self) -> int:
         """Bytes of the device, with those that torch does not know."""
-        return self.reserved + _OUTSIDE_BYTES
+        return GPU_OVERHEAD.needed(self.peak.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +260,6 @@ def rank_model(
             "give other microbatches or rows"
         )
     num_stages = len(schedule.placement(mesh.pipeline_parallel))
-    sums = strategy.grad_sync.dtype
     return RankModel(
         weights=weights,
         costs=costs,
@@ -274,11 +269,12 @@ def rank_model(
         layers_of_stages=layers_of(module, len(costs.layers), num_stages),
         rows=-(-rows // number),
         num_microbatches=number,
-        parallel=strategy.parallel,
+        parallel=with_dtypes(strategy.parallel, strategy.grad_sync, autocasts=precision.endswith("-mixed")),
         accumulates_batches=accumulates_batches,
-        sum_bytes=4 if sums == "auto" else getattr(torch, sums).itemsize,
+        sum_bytes=strategy.grad_sync.sum_bytes,
+        reduces_each=strategy.grad_sync.reduce == "every_microbatch",
         step_in_backward=strategy.step_in_backward,
-        bucket_bytes=int(strategy.grad_sync.bucket_mb * 2**20),
+        bucket_bytes=strategy.grad_sync.bucket_bytes,
         state_bytes=_state_bytes(whole),
     )
 

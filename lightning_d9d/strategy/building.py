@@ -262,13 +262,13 @@ class TrainingParts:
         if self.ranks.world_size == 1:
             self.patches.insert_callback(RefuseNoneBatches())
         stages, splitter = module.indexed_stages, self.evaluation.splitter
-        keeps = self.parallel.reshard_after_forward is False
-        if self.parallel.reshard_after_forward == "auto":
-            keeps = self.ranks.size(Axis.PP) > 1 or not splitter.count.is_one
+        keeps = self.parallel.keeps_gathered(
+            num_stages=self.ranks.size(Axis.PP), is_one_microbatch=splitter.count.is_one
+        )
         in_backward = None
         if self.torn is not None:
             self.torn.open(functools.partial(refuse_saves, self.patches, module.trainer))
-            in_backward = StepInBackward(optimizers[0], steps, self.torn, self.bucket_bytes)
+            in_backward = StepInBackward(optimizers[0], steps, self.torn, self.grad_sync.bucket_bytes)
         gradients = self._gradients(stages, keeps_gathered=keeps, in_backward=in_backward)
         offloads, skips = self.parallel.offload, self.skips_nonfinite
         check = functools.partial(
@@ -311,16 +311,11 @@ class TrainingParts:
             gradients,
             self.parallel,
             self.ranks.device,
-            bucket_bytes=self.bucket_bytes,
+            grad_sync=self.grad_sync,
             steps_in_backward=self.torn is not None,
             activation_dtype=torch.bfloat16 if autocasts else self.parallel.dtypes[0],
             **options,
         )
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The size of a full bucket."""
-        return int(self.grad_sync.bucket_mb * 2**20)
 
     def _gradients(self, stages: Mapping[int, nn.Module], **options: Any) -> GradientSync:
         assert self.rank_model is not None
