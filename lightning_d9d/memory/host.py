@@ -32,6 +32,10 @@ class HostMemory:
     inputs: int = 0
     """Inputs of blocks that wait there for their backward."""
 
+    def times(self, num_ranks: int) -> HostMemory:
+        """Return what so many ranks like this one take."""
+        return HostMemory(**{each.name: num_ranks * getattr(self, each.name) for each in fields(self)})
+
     @property
     def total(self) -> int:
         """The sum of all."""

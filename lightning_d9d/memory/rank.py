@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightning_d9d.memory.host import HostMemory, input_bytes
 from lightning_d9d.memory.layers import Microbatch, StageOfRank, StageShares
 from lightning_d9d.memory.parameters import part_bytes
 from lightning_d9d.memory.peak import GradientRules, PeakBytes, peak
@@ -127,6 +128,28 @@ class RankModel:
             wide_units=self.unit_sum_bytes,
             reduces_each=self.reduces_each,
             part_bytes=part,
+        )
+
+    def host(self, rank: int, *, copies: bool) -> HostMemory:
+        """Count what a rank of the pipeline keeps in its host's memory. Local.
+
+        Args:
+            rank: Of the pipeline.
+            copies: Whether checkpoints are written in the background.
+        """
+        held = self.held(rank)
+        weights = sum(share.numel * share.weight.dtype.itemsize for share in held)
+        states = sum(self.state_bytes(share) for share in held if share.weight.is_trained)
+        gradients = sum(
+            share.numel * max(self.sum_bytes, share.weight.dtype.itemsize)
+            for share in held
+            if share.weight.is_trained and share.is_unit
+        )
+        keeps_inputs = self.parallel.recompute == "offload"
+        return HostMemory(
+            checkpoint=(weights + states) * copies,
+            offloaded=(weights + gradients + states) * self.parallel.offload,
+            inputs=input_bytes(self.stages(rank, self.spread()), self.actions(rank)) if keeps_inputs else 0,
         )
 
     def peak(self, rank: int) -> PeakBytes:

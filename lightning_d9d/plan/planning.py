@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.memory import GPU_OVERHEAD
+from lightning_d9d.memory import GPU_OVERHEAD, HostMemory
 from lightning_d9d.memory.parameters import states_of
 from lightning_d9d.memory.peak import PeakBytes
 from lightning_d9d.memory.rank import RankModel
@@ -65,8 +65,8 @@ class Plan:
     """Operations of a rank and step, by convention."""
     num_parameters: int
     checkpoint_bytes: int
-    host_bytes: int
-    """Bytes of a node for copies of checkpoints."""
+    host: HostMemory
+    """Memory of a node's host, where all ranks are like the one that needs most."""
     clips: bool = True
 
     @property
@@ -122,7 +122,7 @@ class Plan:
             ],
             "missing_bytes": max(0, self.missing),
             "checkpoint_bytes": self.checkpoint_bytes,
-            "host_bytes": self.host_bytes,
+            "host_bytes": asdict(self.host),
             "bubble": self.timed.bubble_ratio,
             "step_seconds": self.step_seconds,
             "seconds": asdict(seconds),
@@ -359,7 +359,6 @@ def plan_of(
     saved = sum(w.numel * w.dtype.itemsize for w in model.weights.every)
     saved += sum(model.state_bytes(_whole(w)) for w in model.weights.every if w.is_trained)
     most = max(ranks, key=lambda each: each.needed)
-    copies = (most.peak.weights + most.peak.states) * asynchronous * min(machine.gpus_per_node, mesh.world_size)
     return Plan(
         model=model,
         machine=machine,
@@ -372,7 +371,7 @@ def plan_of(
         },
         num_parameters=model.weights.numel,
         checkpoint_bytes=saved,
-        host_bytes=copies,
+        host=model.host(most.rank, copies=asynchronous).times(min(machine.gpus_per_node, mesh.world_size)),
         clips=clips,
     )
 

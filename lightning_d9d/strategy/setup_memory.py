@@ -175,11 +175,11 @@ class SetupMemory:
         step = of_rank.step()
         states = step.states or 0
         needed = HostMemory(
-            checkpoint=(step.weights + states) * copies * num_ranks,
-            offloaded=(step.weights + step.gradients + states) * self._parallel.offload * num_ranks,
-            inputs=self._inputs(step, of_rank.num_rows) * num_ranks,
+            checkpoint=(step.weights + states) * copies,
+            offloaded=(step.weights + step.gradients + states) * self._parallel.offload,
+            inputs=self._inputs(step, of_rank.num_rows),
         )
-        return memory.check_host(needed, *there)
+        return memory.check_host(needed.times(num_ranks), *there)
 
     def _inputs(self, step: StepMemory, num_rows: int | None) -> int:
         kind, held = self._parallel.recompute, step.held
