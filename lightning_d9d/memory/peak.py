@@ -57,7 +57,7 @@ class PeakBytes:
         return sum(getattr(self, each.name) for each in fields(self))
 
 
-class _Gradients:
+class LayerGradients:
     """Gradients of a layer: what stays, what is fresh, and what FSDP2 adds."""
 
     def __init__(self, layer: LayerOfRank, rules: GradientRules) -> None:
@@ -119,7 +119,7 @@ class _Walk:
         self.keeps = keeps
         self.sums_late = (keeps or rules.accumulates_batches) and not rules.reduces_each
         self.gradients = {
-            (index, place): _Gradients(layer, rules)
+            (index, place): LayerGradients(layer, rules)
             for index, stage in stages.items()
             for place, layer in enumerate(stage.parts)
         }
@@ -242,7 +242,7 @@ class _Walk:
             self.settle(own, is_first=is_first, is_last=is_last)
         self.has_gradients.add(index)
 
-    def settle(self, own: _Gradients, *, is_first: bool, is_last: bool) -> None:
+    def settle(self, own: LayerGradients, *, is_first: bool, is_last: bool) -> None:
         """Count the gradients that a layer's backward leaves behind."""
         if self.rules.part_bytes is not None and not self.rules.accumulates:
             self.there = min(self.there + own.stays + own.of_shards, self.rules.part_bytes)

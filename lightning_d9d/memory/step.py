@@ -32,6 +32,10 @@ class Overhead:
         """Return the bytes of the device, with those that torch does not know. Local."""
         return self.reserved(allocated) + self.outside
 
+    def allocatable(self, device: int) -> int:
+        """Return the most that can be allocated on a device with so many bytes. Local."""
+        return max(0, int((device - self.outside - self.pools) / (1 + self.fragments)))
+
 
 GPU_OVERHEAD = Overhead()
 HOST_OVERHEAD = Overhead(workspace=0, pools=0, outside=0)

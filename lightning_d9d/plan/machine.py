@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9d.errors import ConfigError, did_you_mean, reason
+from lightning_d9d.memory import GPU_OVERHEAD
 from lightning_d9d.schedule import Machine
 
 _SHIPPED = Path(__file__).with_name("machines.json")
@@ -68,6 +69,11 @@ class MachineTable:
         return int(self.memory_gib * 2**30)
 
     @property
+    def allocatable(self) -> int:
+        """The memory that torch can give to tensors."""
+        return GPU_OVERHEAD.allocatable(self.memory_bytes)
+
+    @property
     def rates(self) -> Machine:
         """The rates by which layers are timed."""
         return Machine(
@@ -79,13 +85,15 @@ class MachineTable:
             link_bytes_per_second=self.node_link_bytes / 2,
             link_latency=self.latency,
             action_seconds=self.action_seconds,
+            gpus_per_node=self.gpus_per_node,
+            exchange_bytes_per_second=self.node_link_bytes,
+            network_bytes_per_second=self.network_bytes,
+            host_share=self.host_share,
         )
 
     def link(self, span: int) -> tuple[str, float]:
         """Return which link joins so many consecutive ranks, and its bytes a second."""
-        if span <= self.gpus_per_node:
-            return "node", self.node_link_bytes
-        return "network", self.network_bytes
+        return "node" if span <= self.gpus_per_node else "network", self.rates.link(span)
 
     def save(self, path: str | Path, name: str) -> None:
         """Write it to a file, which `machine_of` reads.

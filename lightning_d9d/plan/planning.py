@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.memory import GPU_OVERHEAD, HostMemory
-from lightning_d9d.memory.parameters import states_of
 from lightning_d9d.memory.peak import PeakBytes
 from lightning_d9d.memory.rank import RankModel
-from lightning_d9d.memory.spread import Part, Share, elements, in_dtype, weights_of
+from lightning_d9d.memory.row_costs import peak_of, row_costs
+from lightning_d9d.memory.spread import Part, Share, elements
 from lightning_d9d.memory.traffic import Sent, traffic
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.metrics import Convention, StepFlops
-from lightning_d9d.pipeline.partition import distribute_layers
 from lightning_d9d.plan.machine import MachineTable, machine_of
 from lightning_d9d.plan.seconds import Timed, timed
 from lightning_d9d.schedule import Auto, ModelCosts, Schedule
+from lightning_d9d.strategy.described import RunSettings, layers_of
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.staging import with_dtypes
 from lightning_d9d.strategy.strategy import D9DStrategy
@@ -177,6 +177,7 @@ def plan(
         tokens=tokens,
         precision=precision,
         accumulates_batches=accumulates_batches,
+        memory=table.allocatable,
     )
     return plan_of(
         model,
@@ -219,6 +220,7 @@ def rank_model(
     accumulates_batches: bool = False,
     mesh: MeshConfig | None = None,
     schedule: Schedule | None = None,
+    memory: int | None = None,
 ) -> RankModel:
     """Return all that memory and time follow from. Local.
 
@@ -232,6 +234,7 @@ def rank_model(
         accumulates_batches: Whether several batches make a step.
         mesh: In place of the strategy's.
         schedule: In place of the strategy's.
+        memory: Bytes that a rank may allocate, where `Auto` chooses; None: no cap but its own.
 
     Raises:
         ConfigError: The mesh is impossible, or the module does not say what its layers cost.
@@ -245,38 +248,61 @@ def rank_model(
         raise ConfigError(f"plan needs a D9DStrategy, and got {type(strategy).__name__}; give trainer.strategy one")
     mesh = (mesh or strategy.mesh_config).resolve(world_size)
     costs = costs_of_length(module, precision)(tokens)
-    whole = module.whole_on_meta()
+    check_stages(mesh, costs)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    weights = in_dtype(weights_of(whole.stages[0], strategy.parallel.shard_blocks), dtype)
-    check_mesh(mesh, costs, weights.layers)
-    schedule, number = schedule or strategy.schedule, None
+    settings = RunSettings(
+        mesh=mesh,
+        parallel=with_dtypes(strategy.parallel, strategy.grad_sync, autocasts=precision.endswith("-mixed")),
+        grad_sync=strategy.grad_sync,
+        step_in_backward=strategy.step_in_backward,
+        accumulates_batches=accumulates_batches,
+    )
+    model = settings.rank_model(module, costs, dtype, tokens=tokens)
+    if model is None:
+        raise ConfigError(
+            f"{type(module).__name__} has other blocks than model_costs has layers ({len(costs.layers)}): blocks are the "
+            "entries of its ModuleLists, or of the classes that ParallelConfig.shard_blocks names"
+        )
+    check_mesh(mesh, costs, model.weights.layers)
+    schedule = schedule or strategy.schedule
     if isinstance(schedule, Auto):
-        choice = schedule.choose(mesh.pipeline_parallel, costs, state_ratio=4.0)
-        schedule, number = choice.schedule, choice.num_microbatches
-    number = strategy.microbatch_count.of(rows) if number is None else number
+        choice = schedule.choose(
+            mesh.pipeline_parallel, row_costs(model), state_ratio=0.0, device_memory=memory, peak=peak_of(model)
+        )
+        return replace(
+            model,
+            schedule=choice.schedule,
+            layers_of_stages=choice.layers_of_stage,
+            rows=choice.microbatch_size,
+            num_microbatches=choice.num_microbatches,
+        )
+    number = strategy.microbatch_count.of(rows)
     if not schedule.takes(mesh.pipeline_parallel, number):
         raise ConfigError(
             f"{type(schedule).__name__} cannot run {number} microbatches on {mesh.pipeline_parallel} pipeline ranks; "
             "give other microbatches or rows"
         )
     num_stages = len(schedule.placement(mesh.pipeline_parallel))
-    return RankModel(
-        weights=weights,
-        costs=costs,
-        tokens=tokens,
-        mesh=mesh,
+    return replace(
+        model,
         schedule=schedule,
         layers_of_stages=layers_of(module, len(costs.layers), num_stages),
         rows=-(-rows // number),
         num_microbatches=number,
-        parallel=with_dtypes(strategy.parallel, strategy.grad_sync, autocasts=precision.endswith("-mixed")),
-        accumulates_batches=accumulates_batches,
-        sum_bytes=strategy.grad_sync.sum_bytes,
-        reduces_each=strategy.grad_sync.reduce == "every_microbatch",
-        step_in_backward=strategy.step_in_backward,
-        bucket_bytes=strategy.grad_sync.bucket_bytes,
-        state_bytes=_state_bytes(whole),
     )
+
+
+def check_stages(mesh: MeshConfig, costs: ModelCosts) -> None:
+    """Refuse more pipeline ranks than layers. Local.
+
+    Raises:
+        ConfigError: The message has both.
+    """
+    if mesh.pipeline_parallel > len(costs.layers):
+        raise ConfigError(
+            f"pipeline_parallel={mesh.pipeline_parallel} of a model with {len(costs.layers)} layers; a stage has at "
+            f"least one, so give {len(costs.layers)} or less"
+        )
 
 
 def check_mesh(mesh: MeshConfig, costs: ModelCosts, layers: Sequence[Sequence[Any]]) -> None:
@@ -285,11 +311,7 @@ def check_mesh(mesh: MeshConfig, costs: ModelCosts, layers: Sequence[Sequence[An
     Raises:
         ConfigError: The message names the degree, what it is to divide, and a remedy.
     """
-    if mesh.pipeline_parallel > len(costs.layers):
-        raise ConfigError(
-            f"pipeline_parallel={mesh.pipeline_parallel} of a model with {len(costs.layers)} layers; a stage has at "
-            f"least one, so give {len(costs.layers)} or less"
-        )
+    check_stages(mesh, costs)
     for weight in {weight for layer in layers for weight in layer}:
         degree, name, size = 1, "", 1
         if weight.part is Part.EXPERTS:
@@ -304,24 +326,6 @@ def check_mesh(mesh: MeshConfig, costs: ModelCosts, layers: Sequence[Sequence[An
             raise ConfigError(f"MeshConfig.{name}={degree} does not divide {size} of {weight.part}; give a divisor")
     if mesh.expert_parallel > 1 and not any(w.part is Part.EXPERTS for layer in layers for w in layer):
         raise ConfigError(f"MeshConfig.expert_parallel={mesh.expert_parallel} of a model without experts; leave it 1")
-
-
-def layers_of(module: D9DModule, num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Return the layers of each stage, as the module cuts them, or evenly. Local."""
-    own = getattr(module, "layers_of_stages", None)
-    return tuple(distribute_layers(num_layers, num_stages, 0, 0) if own is None else own(num_stages))
-
-
-def _state_bytes(whole: D9DModule) -> Callable[[Share], int]:
-    """Return the function that counts the bytes of the states of a share, by the module's own optimizer."""
-    try:
-        count = states_of(whole.make_optimizer())
-    except ConfigError:
-        count = None
-    if count is None:
-        return lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
-    counted = count
-    return lambda share: counted(torch.empty(share.shape, dtype=share.weight.dtype, device="meta"))
 
 
 def plan_of(

@@ -2,7 +2,9 @@
 
 [Note: time of a layer] Matrix products run at `flops_per_second`. With few rows they run only as fast as their weights
 are read from memory. All other operations move bytes at `bytes_per_second`. A forward and an input backward read the
-weights of their products once a microbatch. A weight backward writes the gradients of all weights once.
+weights of their products once a microbatch. A weight backward writes the gradients of all weights once. What is
+recomputed takes its forward's time once more. Messages in the midst of a layer take as long as their link, and a
+latency each.
 """
 
 from __future__ import annotations
@@ -28,6 +30,17 @@ class Moment(NamedTuple):
     """For each row; less than 0 where what was kept is gone."""
     gradient_bytes: float
     """Gradients of the layer's weights that are there, in the dtype of the weights."""
+
+
+class Messages(NamedTuple):
+    """Messages of a layer that nobody computes beside: half of them in its forward, half in its backward."""
+
+    row_bytes: float
+    """Bytes that a rank sends for each row."""
+    number: int
+    """Messages of a microbatch."""
+    span: int
+    """The number of consecutive ranks from the first to the last that take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +92,12 @@ class LayerCosts:
     """The operations of `forward_flops` that are grouped products. Each part of the backward has as many."""
     dispatch_bytes: float = 0.0
     """Buffer of the tokens that are sent to experts on other ranks; it is freed when they have arrived."""
+    state_bytes: float | None = None
+    """Bytes of weights, gradients and optimizer states that a rank keeps; None: a multiple of `weight_bytes`."""
+    recomputed: str = "nothing"
+    """The part of the forward that the backward computes again: "nothing", "all", "attention" or "moved"."""
+    messages: tuple[Messages, ...] = ()
+    """What ranks send each other in the midst of the layer."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -173,6 +192,14 @@ class Machine:
     """Seconds between the end of sending a message and its arrival; assumed."""
     action_seconds: float = 30e-6
     """Seconds that an action takes beside its kernels; assumed."""
+    gpus_per_node: int = 8
+    """Consecutive ranks that fast links join."""
+    exchange_bytes_per_second: float = 320e9
+    """Bytes per second that a rank sends to all others of its node."""
+    network_bytes_per_second: float = 40e9
+    """Bytes per second that a rank sends to other nodes; a network of 400 Gb/s for each, four fifths used."""
+    host_share: float = 0.0
+    """The share of their time that kernels take longer in a step than alone."""
     overlapped: float = 1.0
     """Duration of an overlapped pair as a share of the sum of its two actions. It is below 1 where one computes while
     the other's experts exchange tokens.
@@ -180,12 +207,43 @@ class Machine:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        for name in ("flops_per_second", "bytes_per_second", "link_bytes_per_second"):
+        speeds = ("flops_per_second", "bytes_per_second", "link_bytes_per_second")
+        for name in (*speeds, "exchange_bytes_per_second", "network_bytes_per_second"):
             if getattr(self, name) == 0:
                 raise ScheduleError(f"Machine.{name}=0 must be greater than 0")
 
     def seconds(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
-        """Return how long `layer` takes for a microbatch. [Note: time of a layer]."""
+        """Return how long `layer` takes for a microbatch, with its messages. [Note: time of a layer]."""
+        computed, sent = self.computed(layer, num_rows), self.message_seconds(layer, num_rows) / 2
+        forward, inputs = computed.forward + sent, computed.backward_input + self.again(layer, num_rows) + sent
+        return LayerSeconds(forward, inputs, computed.backward_weight, inputs + computed.backward_weight)
+
+    def link(self, span: int) -> float:
+        """Return the bytes per second that a rank sends to others among so many consecutive ranks."""
+        return self.exchange_bytes_per_second if span <= self.gpus_per_node else self.network_bytes_per_second
+
+    def message_seconds(self, layer: LayerCosts, num_rows: float) -> float:
+        """Return how long the messages of a layer take, forward and backward together."""
+        return sum(
+            num_rows * each.row_bytes / self.link(each.span) + each.number * self.link_latency
+            for each in layer.messages
+        )
+
+    def again(self, layer: LayerCosts, num_rows: float) -> float:
+        """Return how long it takes to compute again what a layer did not keep."""
+        slower = 1 + self.host_share
+        match layer.recomputed:
+            case "all":
+                return self.computed(layer, num_rows).forward
+            case "attention":
+                rate = self.attention_forward_flops_per_second or self.flops_per_second
+                return slower * num_rows * layer.attention_flops / rate
+            case "moved":
+                return slower * num_rows * layer.forward_bytes / self.bytes_per_second
+        return 0.0
+
+    def computed(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
+        """Return how long the computation of a layer takes if all is kept, without messages."""
 
         def action(flops: float, moved: float, weight_bytes: float, attended: float, rate: float | None) -> float:
             grouped = min(layer.grouped_flops, flops - attended)
@@ -193,7 +251,7 @@ class Machine:
             seconds += grouped / (self.grouped_flops_per_second or self.flops_per_second)
             products = max(num_rows * seconds, weight_bytes / self.bytes_per_second)
             attention = num_rows * attended / (rate or self.flops_per_second)
-            return products + attention + num_rows * moved / self.bytes_per_second
+            return (1 + self.host_share) * (products + attention + num_rows * moved / self.bytes_per_second)
 
         weights = layer.weight_bytes
         forward = action(

@@ -30,6 +30,7 @@ from lightning_d9d.strategy.auto import choose
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
 from lightning_d9d.strategy.context import RunContext
+from lightning_d9d.strategy.described import RunSettings
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.fit_memory import FitMemory
@@ -177,12 +178,7 @@ def run_context_of(
 
 
 def choose_for(
-    module: L.LightningModule,
-    precision: Precision,
-    device: torch.device,
-    parallel: ParallelConfig,
-    auto: Auto,
-    num_ranks: int,
+    module: L.LightningModule, precision: Precision, device: torch.device, settings: RunSettings, auto: Auto
 ) -> Choice:
     """Choose a schedule for a D9DModule, as `auto.choose`, with the dtype that its weights are going to have.
 
@@ -190,7 +186,10 @@ def choose_for(
     """
     with precision.module_init_context():
         dtype = torch.get_default_dtype()
-    return choose(auto, cast(D9DModule, module), num_ranks, dtype, device, parallel.compile)  # others were refused
+    computes_in = torch.bfloat16 if isinstance(precision, MixedPrecision) else dtype
+    return choose(
+        auto, cast(D9DModule, module), settings, dtype, device, computes_in=computes_in
+    )  # others were refused
 
 
 def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any, num_tokens: int) -> str:
