@@ -260,8 +260,8 @@ def rank_model(
     model = settings.rank_model(module, costs, dtype, tokens=tokens)
     if model is None:
         raise ConfigError(
-            f"{type(module).__name__} has other blocks than model_costs has layers ({len(costs.layers)}): blocks are the "
-            "entries of its ModuleLists, or of the classes that ParallelConfig.shard_blocks names"
+            f"{type(module).__name__} has other blocks than model_costs has layers ({len(costs.layers)}): blocks are "
+            "the entries of its ModuleLists, or of the classes that ParallelConfig.shard_blocks names"
         )
     check_mesh(mesh, costs, model.weights.layers)
     schedule = schedule or strategy.schedule
