@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizers import first_names
 
 
-def named_routers(module: D9DModule) -> dict[str, TopKRouter]:
+def named_routers(module: L.LightningModule) -> dict[str, TopKRouter]:
     """Return the routers of this rank's stages by the names of their parameters, without `.weight`. Local."""
     names = first_names(module.state_dict(keep_vars=True))
     routers = (part for part in module.modules() if isinstance(part, TopKRouter))

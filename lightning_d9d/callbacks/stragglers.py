@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import lightning as L
@@ -23,7 +24,7 @@ from lightning_d9d.coordination.messages import value_of
 from lightning_d9d.coordination.stragglers import ALL_PARTS, NUM_BLOCKS, Comparison, Straggler, Times, of_block
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
-from lightning_d9d.loop.uneven import data_wait_seconds
+from lightning_d9d.loop.uneven import data_processor_seconds, data_wait_seconds
 from lightning_d9d.mesh import Axis
 from lightning_d9d.metrics.wait_clock import WaitClock, moment
 from lightning_d9d.pictures import write_picture
@@ -39,9 +40,10 @@ class Stragglers(L.Callback):
     see `lightning_d9d.coordination.stragglers.Comparison`. Single steps that are far too long do not count. All ranks
     must have the callback.
 
-    Where the CPU computes, on Linux, time in which other programs have the processor does not count as computing.
-    Measured waits for others are those for gradients, norms, messages of a pipeline, experts, and values that are
-    summed. The waits of a fully sharded model inside torch count as computing: its ranks look alike.
+    Where the CPU computes, computing is the processor time of the thread that trains. On Linux, time in which other
+    programs have the processor counts for no rank. Measured waits for others are those for gradients, norms, messages
+    of a pipeline, experts, and values that are summed. The waits of a fully sharded model inside torch count as a
+    rank's own: its ranks look alike.
 
     Args:
         every_n_steps: Batches of a report, a multiple of 48. A report must last longer than what disturbs a rank.
@@ -102,15 +104,10 @@ class Stragglers(L.Callback):
     ) -> None:
         """Take the times of a batch; every `every_n_steps` leave them to rank 0. Local. [Note: times by the store]."""
         assert self._waits is not None
-        time, queued = moment()
-        if trainer.strategy.root_device.type == "cuda":
-            queued = 0.0  # while the host waits for a processor the device goes on
-        now = (time, data_wait_seconds(trainer), self._waits.seconds, queued - self._waits.queued)
+        now = self._now(trainer, self._waits)
         if self._since is not None:
-            whole, data, link, queue = (after - before for after, before in zip(now, self._since, strict=True))
-            own = max(0.0, whole - link - queue)
-            data = min(data, own)  # some of it may have been spent in the queue
-            self._steps.append((own - data, data, link, queue))
+            step = [after - before for after, before in zip(now, self._since, strict=True)]
+            self._steps.append(_parts(*step, on_cuda=trainer.strategy.root_device.type == "cuda"))
         self._since = now
         store = trainer.strategy.shutdown.store  # type: ignore[attr-defined]  # of `D9DStrategy` on several ranks
         with suppress(RuntimeError):  # the store has gone: the ranks hear of it otherwise
@@ -120,6 +117,12 @@ class Stragglers(L.Callback):
                 self._number += 1
             if trainer.is_global_zero:
                 self._read(store, trainer.world_size)
+
+    def _now(self, trainer: L.Trainer, waits: WaitClock) -> tuple[float, ...]:
+        """Return the sums until now of what `_parts` takes of a step."""
+        (time, queued), used = moment(), thread_time()
+        queue, used = queued - waits.queued, used - waits.used - data_processor_seconds(trainer)
+        return time, data_wait_seconds(trainer), waits.seconds, queue, used
 
     def _times(self, trainer: L.Trainer) -> Times:
         size = self.every_n_steps // NUM_BLOCKS
@@ -167,7 +170,7 @@ class Stragglers(L.Callback):
     def _draw_image(self, path: Path) -> None:
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 9), layout="constrained")
+        figure = Figure(figsize=(8, 11), layout="constrained")
         ends = [(number + 1) * self.every_n_steps for number in range(len(self.reports))]
         panels = figure.subplots(len(ALL_PARTS), sharex=True)
         for axes, (part, rows) in zip(panels, self._rows(), strict=True):
@@ -189,3 +192,27 @@ class Stragglers(L.Callback):
             for rank, row in enumerate(rows):
                 figure.add_trace(go.Scatter(x=ends, y=row, name=f"{part}, rank {rank}"), row=index, col=1)
         figure.write_html(path)
+
+
+def _parts(whole: float, data: float, link: float, queue: float, used: float, *, on_cuda: bool) -> tuple[float, ...]:
+    """Return the seconds of a step in the order of `ALL_PARTS`.
+
+    A step of the host has many waits that nobody asked for, such as for another thread of the process that holds the
+    interpreter. On a busy host they are longer than the differences of ranks, and hide these. Processor time does not
+    have them.
+
+    Args:
+        whole: The step.
+        data: The wait for a batch.
+        link: The wait for other ranks.
+        queue: The wait for a processor, outside of that.
+        used: Processor time outside of both waits.
+        on_cuda: A device computes, and goes on while the host waits for a processor.
+    """
+    if on_cuda:
+        own = max(0.0, whole - link)
+        data = min(data, own)
+        return own - data, data, 0.0, link, 0.0
+    rest = max(0.0, whole - link - queue - used)
+    data = min(data, rest)  # some of it may have been spent in the queue
+    return used, data, rest - data, link, queue

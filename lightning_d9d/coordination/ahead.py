@@ -27,7 +27,12 @@ class BatchPlan:
     num_microbatches: int = 0
     """The number that every rank runs; 0: ranks may differ."""
     num_counting: int | None = None
-    """The number of data ranks that have data for it; None for all."""
+    """The number of data ranks that have data for it; None for all, 0 where only other replicas have some."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the whole replica has no data for it, and other replicas have some."""
+        return self.num_counting == 0
 
 
 NOTHING_AGREED = BatchPlan()

@@ -169,6 +169,19 @@ class HangWatch:
         )
 
     @property
+    def has_written(self) -> bool:
+        """True if this rank has written a report."""
+        return self.written is not None and len(self.written.lines) > 0
+
+    @property
+    def reports(self) -> list[str]:
+        """The paths of this run's reports, as far as this rank can see them."""
+        names = [self._name(number) for number in range(1, self._number + 1)] if self.places else []
+        paths = [str(path) for name in names if (path := self.directory / name).exists()]
+        written = [] if self.written is None or self.written.path in paths else [self.written.path]
+        return paths + written
+
+    @property
     def is_writing(self) -> bool:
         """True while this rank writes a report, for `ANSWER_SECONDS` and a little more at most."""
         return self._writer is not None and self._writer.is_alive()

@@ -61,6 +61,10 @@ class Failure:
         """
         return Failure(**value_of(key, content, _is_failure))
 
+    def is_told_by(self, rank: int) -> bool:
+        """Return whether a rank is the lowest of those that are left."""
+        return rank == (1 if self.rank == 0 else 0)
+
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.summary}"
 

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -158,6 +159,16 @@ def take(
     return Snapshot(rank, Stack("main", main), others, calls, _groups(), meets_at, busy)
 
 
+def frames_of(thread: int) -> list[Frame]:
+    """Return where a thread of this process is, the innermost frame first. Local; needs no file."""
+    return _frames(sys._current_frames().get(thread))
+
+
+def stack_text(frames: Sequence[Frame]) -> str:
+    """Return frames as Python shows a stack, with lines of their sources. Local; reads these."""
+    return "".join(traceback.format_list(traceback.StackSummary.from_list([(*each, None) for each in frames[::-1]])))
+
+
 def _frames(frame: FrameType | None) -> list[Frame]:
     found: list[Frame] = []
     while frame is not None and len(found) < _NUM_FRAMES:
@@ -167,12 +178,12 @@ def _frames(frame: FrameType | None) -> list[Frame]:
     return found
 
 
-def _raised(traceback: TracebackType | None) -> list[Frame]:
+def _raised(trace: TracebackType | None) -> list[Frame]:
     found: list[Frame] = []
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        found.append((code.co_filename, traceback.tb_lineno, code.co_name))
-        traceback = traceback.tb_next
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
     return found[::-1][:_NUM_FRAMES]
 
 

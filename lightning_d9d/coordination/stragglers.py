@@ -11,8 +11,10 @@ from itertools import islice
 from statistics import median, median_high
 from typing import Any
 
-PARTS = ("compute", "data")
-"""Parts of a step that a rank does by itself, which are compared. Other programs on its host come and go."""
+PARTS = ("compute", "data", "blocked")
+"""Parts of a step that a rank does by itself. Other programs on its host come and go."""
+COMPARED = ("compute", "work")
+"""The parts in which a rank may be slow: computing, which varies least, or the sum of its parts."""
 ALL_PARTS = (*PARTS, "link", "queue")
 NUM_BLOCKS = 48
 """A report has so many blocks of steps."""
@@ -32,9 +34,11 @@ class Times:
     stage: int
     """Ranks of equal stages do the same work."""
     compute: list[float]
-    """All that is not one of the others."""
+    """Where the CPU computes its processor time, else all that is not one of the others."""
     data: list[float]
     """The wait for a batch."""
+    blocked: list[float]
+    """The wait for something else: a file, a lock, another thread."""
     link: list[float]
     """The wait for other ranks."""
     queue: list[float]
@@ -42,7 +46,7 @@ class Times:
 
     @cached_property
     def work(self) -> list[float]:
-        """The seconds of both parts that the rank does by itself."""
+        """The seconds of all parts that the rank does by itself."""
         return [sum(parts) for parts in zip(*(getattr(self, part) for part in PARTS), strict=True)]
 
     def mean(self, part: str) -> float:
@@ -71,7 +75,7 @@ class Straggler:
     """The part takes longer than the median of the other ranks by this share of their own time."""
 
     def __str__(self) -> str:
-        what = "waits for data" if self.part == "data" else "computes"
+        what = {"data": "waits for data", "blocked": "waits for a file, a lock or a thread"}.get(self.part, "computes")
         return (
             f"rank {self.rank} on {self.host} is slow: in each step it {what} longer than the other ranks of its "
             f"stages, by {self.excess:.0%} of their own time"
@@ -82,15 +86,17 @@ class Comparison:
     """Compares ranks report by report.
 
     A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is a
-    share of what these others do by themselves. So what slows all ranks makes no excess. Both parts together count: a
-    rank that computes longer and waits less for data keeps nobody waiting.
+    share of what these others do by themselves. So what slows all ranks makes no excess.
 
-    The blocks of the last two reports decide. A rank is named if all this holds:
+    The blocks of the last two reports decide. A rank is named if all this holds for what it computes, or for all that
+    it does by itself:
 
     - The median of its excess is above the threshold.
     - The lower end of a confidence interval for this median is above half of it. Its ends are order statistics, so the
       distribution does not matter; `num_slow_blocks` says what does.
     - So is the median of each half of a report: a burst of other work comes and goes.
+    - So is the median of the excess of all that it does by itself. A rank that computes longer and waits less for data
+      keeps nobody waiting.
 
     The part that is named is the one with the larger median.
 
@@ -101,6 +107,7 @@ class Comparison:
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self._reports: deque[Sequence[Times]] = deque(maxlen=NUM_REPORTS)
+        self._usual: dict[tuple[tuple[int, ...], str], list[float]] = {}
 
     def add(self, report: Sequence[Times]) -> list[Straggler]:
         """Return the ranks that are slow as of this report.
@@ -111,10 +118,12 @@ class Comparison:
         self._reports.append(report)
         if len(self._reports) < NUM_REPORTS:
             return []
-        found = []
+        self._usual.clear()
+        found, needed = [], num_slow_blocks(len(report))
         for rank, own in enumerate(report):
-            work = self._excess(rank, "work")
-            if work and self._is_slow(work, num_slow_blocks(len(report))):
+            excess = {part: self._excess(rank, part) for part in COMPARED}
+            keeps_others = excess["work"] and median(excess["work"]) > self.threshold / 2
+            if keeps_others and any(self._is_slow(blocks, needed) for blocks in excess.values()):
                 medians = {part: median(self._excess(rank, part)) for part in PARTS}
                 part = max(PARTS, key=medians.__getitem__)
                 found.append(Straggler(rank, own.host, part, medians[part]))
@@ -129,13 +138,27 @@ class Comparison:
     def _excess(self, rank: int, part: str) -> list[float]:
         """Return that of each block; nothing where no other rank does the same work."""
         found = []
-        for report in self._reports:
+        for number, report in enumerate(self._reports):
             stage = report[rank].stage
-            alike = (each for other, each in enumerate(report) if each.stage == stage and other != rank)
-            others = list(islice(alike, _MOST_COMPARED))
-            blocks = zip(getattr(report[rank], part), _usual(others, part), _usual(others, "work"), strict=False)
-            found += [(own - usual) / max(work, 1e-9) for own, usual, work in blocks]
+            alike = (other for other, each in enumerate(report) if each.stage == stage and other != rank)
+            others = (number, *islice(alike, _MOST_COMPARED))
+            usual = zip(self._usual_of(others, part), self._usual_of(others, "work"), strict=True)
+            blocks = zip(getattr(report[rank], part), usual, strict=False)
+            found += [(own - each) / max(work, 1e-9) for own, (each, work) in blocks]
         return found
+
+    def _usual_of(self, others: tuple[int, ...], part: str) -> list[float]:
+        """Return the higher median of each block; nothing without ranks. Most ranks are compared with the same ones.
+
+        Args:
+            others: The number of the report, and ranks.
+            part: Of theirs.
+        """
+        if (others, part) not in self._usual:
+            number, *ranks = others
+            times = (getattr(self._reports[number][rank], part) for rank in ranks)
+            self._usual[others, part] = [median_high(block) for block in zip(*times, strict=True)]
+        return self._usual[others, part]
 
 
 @cache
@@ -145,13 +168,13 @@ def num_slow_blocks(num_ranks: int) -> int:
     Let ranks be alike: in a block the times of a stage are exchangeable, and blocks are independent. Then a rank is
     above the higher median of the others with a probability of at most 1/2. The number X of such blocks has
     `P(X >= k) <= sum(C(n, i) for i in k..n) / 2**n`, as in the sign test. The smallest k for which this is at most
-    `MOST_FALSE_NAMES / num_ranks` is needed (Bonferroni), or all blocks. If k blocks are above a value, so is
-    the order statistic n - k + 1, the lower end of the interval. See Thompson, Annals of Mathematical Statistics 7,
-    1936.
+    `MOST_FALSE_NAMES / num_ranks / len(COMPARED)` is needed (Bonferroni), or all blocks. If k blocks are above a value,
+    so is the order statistic n - k + 1, the lower end of the interval. See Thompson, Annals of Mathematical Statistics
+    7, 1936.
     """
-    num_blocks = NUM_REPORTS * NUM_BLOCKS
+    num_blocks, num_tests = NUM_REPORTS * NUM_BLOCKS, num_ranks * len(COMPARED)
     tail, needed = 1, num_blocks
-    while (tail + math.comb(num_blocks, needed - 1)) * num_ranks <= MOST_FALSE_NAMES * 2**num_blocks:
+    while (tail + math.comb(num_blocks, needed - 1)) * num_tests <= MOST_FALSE_NAMES * 2**num_blocks:
         needed -= 1
         tail += math.comb(num_blocks, needed)
     return needed
@@ -162,8 +185,3 @@ def of_block(steps: Sequence[float]) -> float:
     cut = len(steps) // 4
     middle = sorted(steps)[cut : len(steps) - cut]
     return sum(middle) / len(middle)
-
-
-def _usual(ranks: Sequence[Times], part: str) -> list[float]:
-    """Return the higher median of each block over ranks; nothing without ranks."""
-    return [median_high(block) for block in zip(*(getattr(each, part) for each in ranks), strict=True)]

@@ -54,10 +54,8 @@ import json
 import os
 import select
 import signal
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -82,6 +80,7 @@ from lightning_d9d.coordination.messages import (
     value_of,
 )
 from lightning_d9d.coordination.processes import end_processes
+from lightning_d9d.coordination.snapshots import Frame, frames_of, stack_text
 from lightning_d9d.errors import RankError, note_first
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -132,6 +131,8 @@ class RankWatch:
         """One more signal on which ranks stop together; they then have all the time that a checkpoint takes."""
         self.is_inside_of_window: Callable[[], bool] = lambda: False
         """Returns whether that signal must not stop ranks yet. Asked before a batch; all ranks must say the same."""
+        self.last_words: Callable[[], str] = lambda: ""
+        """Returns what a user is to read when the process is ended."""
         self._store = store
         self._world_size = world_size
         self._shutdown_seconds = shutdown_seconds
@@ -167,6 +168,7 @@ class RankWatch:
         self._reported = self._arrived = self._counted = self._closed = self._left = False
         self._closed_at = 0.0
         self._deadline = float("inf")
+        self._was_at: list[Frame] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> RankWatch:
         """Return this object: a run has one thread, which copies of its Trainer share."""
@@ -322,10 +324,8 @@ class RankWatch:
         elif is_silence(error):
             error.add_note(self._who_is_silent())
         if self.hangs is not None and is_silence(error):
-            has_store, is_first = first.summary != DOES_NOT_ANSWER, first.rank == self.rank
-            self.hangs.explain(
-                error, str(first), self._wake if has_store else None, self._shutdown_seconds / 2, is_first
-            )
+            wake = None if first.summary == DOES_NOT_ANSWER else self._wake
+            self.hangs.explain(error, str(first), wake, self._shutdown_seconds / 2, first.rank == self.rank)
 
     def _lose_store(self) -> None:
         """Report that rank 0 does not answer: the thread, stuck inside the store, did not publish in time."""
@@ -394,6 +394,7 @@ class RankWatch:
                 self._deadline = max(self._deadline, time.monotonic() + self._shutdown_seconds)
             if time.monotonic() > self._deadline:
                 self._end_process()
+            self._was_at = frames_of(self._main_thread) if self._deadline < float("inf") else []
             asks = self._stop is not None or self._early_stop.is_open
             waits_for_others = self._arrived or self.meets_at is not None or asks
             self._sleep(max(HURRY_SECONDS if waits_for_others else POLL_SECONDS, self._world_size / 4000))
@@ -491,8 +492,7 @@ class RankWatch:
             self._deadline = min(self._deadline, time.monotonic() + self._shutdown_seconds)
             self._changed.notify_all()
         if failure.rank != self.rank and self._own_failure is None:
-            is_lowest_left = self.rank == (1 if failure.rank == 0 else 0)
-            self._say(f"{failure}\n{failure.traceback}" if is_lowest_left else str(failure))
+            self._say(f"{failure}\n{failure.traceback}" if failure.is_told_by(self.rank) else str(failure))
 
     def _agree_on_stop(self) -> None:
         if self._stop is None:
@@ -533,12 +533,8 @@ class RankWatch:
             return
         (least, _, short), (_, _, long) = sorted([own, first])
         if own[:2] > first[:2] or (ends and own[:2] < first[:2]):
-            self._publish(
-                Failure(
-                    short,
-                    f"its training data ended after {least} batches, those of rank {long} did not; {SAME_NUMBER}",
-                )
-            )
+            text = f"its training data ended after {least} batches, those of rank {long} did not; {SAME_NUMBER}"
+            self._publish(Failure(short, text))
 
     def _agree_on_meeting(self, point: str) -> None:
         key = f"meeting/{point}/{self._num_met[point]}"
@@ -587,11 +583,15 @@ class RankWatch:
         limit.daemon = True
         try:
             limit.start()
-            stack = "".join(traceback.format_stack(sys._current_frames().get(self._main_thread)))
+            frames, before = frames_of(self._main_thread), self._was_at
+            is_new = before not in ([], frames)  # what it was blocked in may have ended with another process
             self._say(
                 f"not ended {self._shutdown_seconds:g} s after: {reason}. Ending the process with exit code {code} "
-                f"(TimeoutConfig.shutdown_seconds sets the limit). Its main thread was at:\n{stack}"
+                f"(TimeoutConfig.shutdown_seconds sets the limit). Its main thread was at:\n{stack_text(frames)}"
+                + (f"A moment before it was at:\n{stack_text(before)}" if is_new else "")
             )
+            if words := self.last_words():
+                self._say(words)
             end_processes([process for _, process in self._children], KILL_SECONDS)
         finally:
             os._exit(code)

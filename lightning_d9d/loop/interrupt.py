@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -100,24 +100,36 @@ class Saved(NamedTuple):
     """The number of optimizer steps in it; None if it was loaded by this run."""
 
 
-def resume_advice(step: int, saved: Saved | None) -> str:
-    """Return what a user who stopped a run wants to know: where it stopped, and how to resume.
+def exit_message(step: int, saved: Saved | None, failure: str = "", reports: Sequence[str] = ()) -> str:
+    """Return what a user wants to know of a fit that did not end by itself: why, and how to resume.
 
     Args:
         step: Optimizer steps that were done.
         saved: The last checkpoint.
+        failure: The error; empty where the fit was stopped.
+        reports: Paths of reports about this run.
     """
+    lines = [_resume_advice(step, saved, has_failed=failure != "")]
+    lines += [f"Error: {failure}"] if failure else []
+    lines += [f"Reports: {', '.join(reports)}"] if reports else []
+    return "\n".join(lines)
+
+
+def _resume_advice(step: int, saved: Saved | None, *, has_failed: bool) -> str:
+    ended = f"{'Failed' if has_failed else 'Stopped'} after step {step}"
     advice = "to save where a run is stopped, give ModelCheckpoint save_on_exception: true"
+    if has_failed:
+        advice = "to lose less, give ModelCheckpoint every_n_train_steps"
     is_url = saved is not None and "://" in saved.path
     if saved is None or not (is_url or Path(saved.path).exists()):  # a tuner removes its own
-        return f"Stopped after step {step}; nothing was saved ({advice})."
+        return f"{ended}; nothing was saved ({advice})."
     is_below = not is_url and Path(saved.path).absolute().is_relative_to(Path.cwd())
     path = shlex.quote(os.path.relpath(saved.path) if is_below else saved.path)
     if saved.step == step:
-        place = f"Stopped after step {step}, saved in {path}."
+        place = f"{ended}, saved in {path}."
     else:
         when = "from which this run went on" if saved.step is None else f"of step {saved.step}"
-        place = f"Stopped after step {step}; the last checkpoint is {path}, {when} ({advice})."
+        place = f"{ended}; the last checkpoint is {path}, {when} ({advice})."
     return f"{place} To go on: the same command with --ckpt_path {path}, or Trainer.fit(..., ckpt_path={path!r})"
 
 

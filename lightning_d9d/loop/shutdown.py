@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import lightning as L
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -34,12 +35,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_d9d.coordination.hang_report import ranks_in_words
 from lightning_d9d.coordination.hangs import HangWatch, Place
-from lightning_d9d.coordination.messages import LateError, value_of
+from lightning_d9d.coordination.messages import Failure, LateError, say, value_of
 from lightning_d9d.coordination.processes import end_processes
 from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.log import logger
-from lightning_d9d.loop.interrupt import refuse_saves
+from lightning_d9d.loop.interrupt import Saved, exit_message, refuse_saves
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.uneven import catch_up
 from lightning_d9d.mesh.collectives import all_gather_object
@@ -54,6 +55,8 @@ class SavesOfRun(Protocol):
 
     are_urgent: bool
     """The job may end as soon as a checkpoint is saved."""
+    last: Saved | None
+    """The checkpoint from which the run can go on."""
 
     @property
     def is_inside_of_window(self) -> bool:
@@ -123,6 +126,7 @@ class Shutdown:
             hangs,
         )
         hangs.meets_at = lambda: self.watch.meets_at
+        self.watch.last_words = self.exit_message
         patches.insert_callback(_Reporter(self.watch, patches))
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         patches.replace(fit_loop, "run", self._run_fit_loop)
@@ -174,6 +178,21 @@ class Shutdown:
                 "all had met: a process hangs, or the network between their hosts is down"
             )
         )
+
+    def exit_message(self) -> str:
+        """Return why a fit ended, how it goes on, and where reports are. Local.
+
+        It is empty where a fit fails before its first step, and where another rank says it. The lowest rank that is
+        left does, and the one that wrote a report.
+        """
+        failure, hangs = self.watch.failure, self.watch.hangs
+        assert hangs is not None
+        rank, reports, step = self.watch.rank, hangs.reports, self._trainer.global_step
+        is_told_here = rank == 0 or (failure is not None and failure.is_told_by(rank)) or hangs.has_written
+        has_begun = failure is None or step > 0 or len(reports) > 0
+        if not (self._trainer.state.fn == TrainerFn.FITTING and is_told_here and has_begun):
+            return ""
+        return exit_message(step, self._saves.last, "" if failure is None else str(failure), reports)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shutdown:
         """Return this object: there is one for a run, which copies of its Trainer share."""
@@ -390,6 +409,23 @@ def _check_reduced_names(results: _ResultCollection) -> None:
                 f"rank 0 logged {gathered[0]} in evaluation and rank {rank} {others}; log the same names on every rank "
                 "and give every rank at least one batch"
             )
+
+
+def tell_end(error: BaseException, step: int, saved: Saved | None, shutdown: Shutdown | None) -> None:
+    """Say how a fit ended that did not end by itself, and how it goes on. Local.
+
+    Args:
+        error: What ends it.
+        step: Optimizer steps that were done.
+        saved: The last checkpoint.
+        shutdown: That of several processes.
+    """
+    if isinstance(error, KeyboardInterrupt | SIGTERMException):
+        rank_zero_info(exit_message(step, saved) if shutdown is None else shutdown.exit_message())
+    elif shutdown is None and step > 0:
+        say(exit_message(step, saved, Failure.of(0, error).summary))
+    elif shutdown is not None and (text := shutdown.exit_message()):
+        say(f"[rank {shutdown.watch.rank}] {text}")
 
 
 def end_children_at_exit(launcher: _Launcher | None, rank: int, shutdown_seconds: float) -> None:

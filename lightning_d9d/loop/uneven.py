@@ -8,6 +8,10 @@ lengths are known and equal nothing is done. Elsewhere ranks look one batch ahea
 - In evaluation and prediction Lightning's loop sees a rank's own batches only. At the end, before ranks meet, those
   that have had less than others run the rest. These are forwards of their last batch, without hooks, loss or result.
 
+Replicas that mix their weights send each other nothing in a batch. They compare lengths when an epoch begins. One with
+fewer batches trains on dummy batches until the longest has ended. So hooks, validations and checkpoints come at the
+same batch everywhere, and mixing goes on. Streams without a length must end together.
+
 A training batch that has been read ahead is copied to the GPU at once, behind the step of the batch before it. Where
 nobody else reads ahead, loaders whose worker processes read into pinned memory are read one batch ahead for that.
 """
@@ -19,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter  # by name: a test of a callback may replace that of the module
+from time import perf_counter, thread_time  # by name: a test of a callback may replace that of the module
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -57,6 +61,8 @@ class Alignment:
     """Returns whether loaders are still to take their place in a checkpoint, and begin then."""
     copy_ahead: Callable[[Any], None] | None = None
     """Begins to copy a batch to the device before its turn; None where it does not pay."""
+    replica: int | None = None
+    """This rank's replica, where replicas mix their weights; None where gradients are summed over all ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Alignment:
         """Return this object: nothing in it changes, and process groups cannot be copied."""
@@ -93,6 +99,11 @@ def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader],
 def data_wait_seconds(trainer: L.Trainer) -> float:
     """Return how long this rank's loop has waited for training batches; 0 without a `D9DStrategy`. Local."""
     return getattr(trainer.fit_loop._combined_loader, "wait_seconds", 0.0)
+
+
+def data_processor_seconds(trainer: L.Trainer) -> float:
+    """Return how much of that time this rank's main thread has used a processor, without workers say. Local."""
+    return getattr(trainer.fit_loop._combined_loader, "processor_seconds", 0.0)
 
 
 def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
@@ -224,6 +235,8 @@ class TrainingLoader(_AlignedLoader):
         super().__init__(loader, alignment)
         self._loop = loop
         self._agreed_length: int | None = None
+        self._num_microbatches = 0
+        """Those of the batch that was agreed on last."""
         self._num_handed_out = 0
         self._dummy: Any = None
         self._has_ended = False
@@ -233,8 +246,10 @@ class TrainingLoader(_AlignedLoader):
         """Whether this iteration has given a batch."""
         self._reads_ahead = False
         """Whether it reads a batch ahead though lengths are known and equal."""
+        self._fills_up = False
+        """Whether another replica has more batches than this one."""
         self._ahead: _ReadAhead | None = None
-        self.wait_seconds = 0.0
+        self.wait_seconds = self.processor_seconds = 0.0
         """How long the loop has waited for batches."""
         self._history: deque[_HandedOut] = deque(
             maxlen=4
@@ -244,16 +259,18 @@ class TrainingLoader(_AlignedLoader):
         if self._has_read:  # so that this is another epoch than the one that goes on
             for loader in self.flattened:
                 end_resuming(loader)
-        self._has_read, self._reads_ahead, self._ahead = False, False, None
+        self._has_read, self._reads_ahead, self._ahead, self._fills_up = False, False, None, False
         if self._agreement is None and self.alignment.resumes() and any(map(_is_stream, self.flattened)):
             # The loop asks for the length alone. Streams that began here would lose what nobody trains on.
             self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
             self.is_even, self._waits = False, True
+            self._compare_replicas(None)
             return self
         self._waits = False
         described = self._begin()
         lengths = [each.length for each in described]
         self._agreed_length = None if None in lengths else max(lengths)  # type: ignore[type-var]
+        self._compare_replicas(self._agreed_length)
         self._num_handed_out, self._has_ended = 0, False
         self._history.clear()
         if not self.is_even:
@@ -261,6 +278,23 @@ class TrainingLoader(_AlignedLoader):
         elif self.alignment.copy_ahead is not None and hasattr(self._loop._data_fetcher, "batches"):
             self._reads_ahead = all(map(_is_read_by_workers, self.flattened))
         return self
+
+    def _compare_replicas(self, length: int | None) -> None:
+        """Fill up with dummy batches where another replica has more. Collective over all ranks, of replicas that mix.
+
+        Nothing is filled where some length is unknown, or differs inside of a replica without an agreement.
+        """
+        if self.alignment.replica is None:
+            return
+        is_known = length is not None and not any(has_iterable_dataset(loader) for loader in self.flattened)
+        lengths = all_gather_object((self.alignment.replica, length if is_known else None))
+        numbers = {replica: number for replica, number in lengths if number is not None}
+        if len({*lengths}) > len(numbers) or 0 in numbers.values():
+            return
+        most = max(numbers.values())
+        self._fills_up = numbers[self.alignment.replica] < most
+        if self._fills_up:
+            self.is_even, self._agreed_length = False, most
 
     def __len__(self) -> int:
         """Return the most batches of a data rank, if each of them knows its own."""
@@ -275,11 +309,12 @@ class TrainingLoader(_AlignedLoader):
         return self._agreed_length
 
     def __next__(self) -> Any:
-        start = perf_counter()
+        start, used = perf_counter(), thread_time()
         try:
             return self._next_item()
         finally:
             self.wait_seconds += perf_counter() - start
+            self.processor_seconds += thread_time() - used
 
     def _next_item(self) -> Any:
         if self._waits:
@@ -293,6 +328,14 @@ class TrainingLoader(_AlignedLoader):
         item, plan = (self._read(), BatchPlan()) if self._agreement is None else self._agreed(self._agreement)
         if self._agreement is None:
             self._copy_ahead(item)  # Lightning reads it ahead
+            self._dummy = item if self._fills_up and item is not None and item[0] is not None else self._dummy
+        if item is None and self._fills_up:
+            item, plan = self._dummy, BatchPlan(True, self._num_microbatches, 0)
+            if item is None:
+                raise ConfigError(
+                    "this replica has no batch left of the resumed epoch, and others have; resume from an earlier "
+                    "checkpoint or from an epoch's end"
+                )
         self._has_ended = item is None
         if item is None:
             raise StopIteration
@@ -335,6 +378,7 @@ class TrainingLoader(_AlignedLoader):
         agreed = agreement.hear()
         if agreed.has_ended:
             return None, BatchPlan()
+        self._num_microbatches = agreed.num_microbatches
         return self._next or self._dummy, BatchPlan(self._next is None, agreed.num_microbatches, agreed.num_ranks)
 
     def plan(self) -> BatchPlan:
@@ -350,7 +394,7 @@ class TrainingLoader(_AlignedLoader):
         """Keep the states of loaders and read the next batch, unless their end has been read."""
         states = self._own_states()
         self._history.append(_HandedOut(plan, self._history[-1].states if plan.is_dummy else states))
-        if self._agreement is None:
+        if self._agreement is None or plan.is_idle:
             return
         if not plan.is_dummy:
             self._next = self._read()
@@ -372,7 +416,7 @@ class TrainingLoader(_AlignedLoader):
         if self._ahead is not None:
             return _as_then(states, self._ahead.states)
         progress = self._loop.epoch_loop.batch_progress
-        is_at_end = self._next is None and self._agreement is not None
+        is_at_end = self._next is None and (self._agreement is not None or self._fills_up)
         if self.is_even or not self._history or self._has_ended or (is_at_end and progress.is_last_batch):
             return states  # where the epoch is over, those from which the next one begins
         is_open = progress.current.ready - progress.current.processed

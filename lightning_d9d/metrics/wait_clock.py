@@ -6,7 +6,7 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
 
@@ -29,20 +29,23 @@ class WaitClock:
         self._seconds = 0.0
         self.queued = 0.0
         """How much of these waits was one for a processor as well, after the others had come."""
-        self._begin: tuple[float, float] | torch.cuda.Event | None = None
+        self.used = 0.0
+        """How much of a processor this thread has used in them."""
+        self._begin: tuple[float, float, float] | torch.cuda.Event | None = None
         self._under_way: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin_wait(self) -> None:
         """Computation waits for other ranks from here on. Local."""
         if not self._on_cuda:
-            self._begin = moment()
+            self._begin = (*moment(), thread_time())
         elif not torch.cuda.is_current_stream_capturing():
             self._begin = new_event()
 
     def end_wait(self) -> None:
         """Computation goes on. Local."""
         if isinstance(self._begin, tuple):
-            (begin, queued_before), (end, queued) = self._begin, moment()
+            (begin, queued_before, used_before), (end, queued), used = self._begin, moment(), thread_time()
+            self.used += used - used_before
             self._seconds += end - begin
             self.queued += queued - queued_before
         elif self._begin is not None:

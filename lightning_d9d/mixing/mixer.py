@@ -13,6 +13,8 @@ have buckets of their own. Wherever there are copies, these buckets have the sam
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mixing.flat import Batches, Flat, flat_buffers, norm_of
 from lightning_d9d.mixing.rounds import Rounds
 from lightning_d9d.mixing.topology import Edge
@@ -107,8 +110,9 @@ class Mixer:
         self.num_launched += 1
         self.is_under_way = True
         if len(self.edge.replicas) > 1:
-            for flat in self._flats:
-                flat.work = dist.all_reduce(flat.fill(), group=group, async_op=True)
+            with self._naming_peers():
+                for flat in self._flats:
+                    flat.work = dist.all_reduce(flat.fill(), group=group, async_op=True)
 
     @torch.no_grad()
     def finish(self, optimizer: Optimizer | None = None) -> None:
@@ -161,12 +165,32 @@ class Mixer:
         with waiting():
             if self._observer is not None:
                 self._observer.begin_wait()
-            for flat in self._flats:
-                assert flat.work is not None
-                flat.work.wait()
-                flat.work = None
+            with self._naming_peers():
+                for flat in self._flats:
+                    assert flat.work is not None
+                    flat.work.wait()
+                    flat.work = None
             if self._observer is not None:
                 self._observer.end_wait()
+
+    @contextmanager
+    def _naming_peers(self) -> Generator[None]:
+        """Add to an error of the round whose weights did not come. Local."""
+        try:
+            yield
+        except Exception as error:
+            group = self._groups[(self.num_launched - 1) % len(self._groups)]
+            ranks = dist.get_process_group_ranks(group)
+            others = [
+                f"{replica} (rank {rank})"
+                for replica, rank in zip(self.edge.replicas, ranks, strict=True)
+                if replica != self.replica
+            ]
+            error.add_note(
+                f"replica {self.replica} mixed with replica{'s' * (len(others) > 1)} {first_of(others)} in round "
+                f"{self.num_launched}"
+            )
+            raise
 
     def _call(self, hook: Any, edge: Edge) -> None:
         pairs = [pair for flat in self._flats for pair in zip(flat.whole, flat.parts, strict=True)]

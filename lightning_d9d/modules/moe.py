@@ -54,11 +54,15 @@ class TopKRouter(DrawnByRows):
             where none is configured, and without gradient. The weights are probabilities, scaled to sum to one for each
             token if `normalize` was set.
         """
-        logits = linear(x, self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
+        logits = self.logits(x)
         if self.balance is not None:
             return self.balance(logits, self.top_k, normalize=self.normalize)
         routes = moe_route(logits.flatten(0, -2), self.top_k, normalize=self.normalize)
         return routes.indices, routes.weights, None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of all experts `[..., experts]` for tokens `[..., hidden]`."""
+        return linear(x, self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
 
 
 class SparseMoE(nn.Module):

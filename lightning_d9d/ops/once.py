@@ -14,6 +14,11 @@ from lightning_d9d.ops.operator import define
 from lightning_d9d.waits import waiting
 
 
+def is_repeated() -> bool:
+    """Return True in a forward inside of a backward, which is a recomputation. Local."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def add_once_(total: Tensor, values: Tensor) -> None:
     """Add `values` to `total`, except in a recomputation. Without gradient."""
     _add_op(total, values)
@@ -27,19 +32,14 @@ def sum_once(values: Tensor, group_name: str) -> Tensor:
     return _sum_op(values, group_name)
 
 
-def _is_repeated() -> bool:
-    """Return True in a forward inside of a backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _add(total: Tensor, values: Tensor) -> None:
-    if not _is_repeated():
+    if not is_repeated():
         total.add_(values)
 
 
 def _sum(values: Tensor, group_name: str) -> Tensor:
     result = values.clone()
-    if not _is_repeated():
+    if not is_repeated():
         with waiting():
             dist.all_reduce(result, group=group_named(group_name))
     return result

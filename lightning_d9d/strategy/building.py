@@ -156,6 +156,7 @@ def alignment(
         run_dummy=run_dummy,
         resumes=resumes,
         copy_ahead=copy_ahead,
+        replica=ranks.mesh.replica if ranks.num_replicas > 1 else None,
     )
 
 

@@ -79,6 +79,8 @@ class StagedTraining(Training):
         loss, metrics = self._train_step.run(
             batch, batch_index, settings.accumulated_batches, self.is_last_batch, settings.plan
         )
+        if settings.plan.is_idle:
+            return loss
         self._module.log_train_step(loss, metrics, prog_bar=self._progress is None)
         shown = loss.item() if self._progress is None else self._progress.show("train_loss", loss)
         if shown is not None and not self.skips_nonfinite:
@@ -102,6 +104,9 @@ class StagedTraining(Training):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure first: the schedule runs once. Then step, or skip."""
         result = closure()
+        if self.is_idle:
+            self._train_step.leave_out()
+            return result
         self._train_step.step(optimizer, self._norm_for_skipping(), **kwargs)
         return result
 

@@ -14,22 +14,20 @@ from typing import Any, cast
 
 import lightning as L
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.loop.display import adapt_display, resume_bar, say, silence, silence_hooks
-from lightning_d9d.loop.interrupt import Interruption, resume_advice, set_exit_code
+from lightning_d9d.loop.interrupt import Interruption, set_exit_code
 from lightning_d9d.loop.launch import check_number_of_ranks, ending_with_launcher
 from lightning_d9d.loop.patches import Patches
-from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
+from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit, tell_end
 from lightning_d9d.loop.uneven import align_loaders, begin_evaluation_step, leave_samplers, plan_of
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mixing import ReplicaMixing, Topology
@@ -387,6 +385,7 @@ class D9DStrategy(SaveHooks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""
         super().on_train_batch_start(batch, batch_idx)
+        self._fit.begin_batch(plan_of(self._attached.trainer.fit_loop))
         if self.shutdown is not None:
             self.shutdown.watch.begin_train_step()
 
@@ -410,7 +409,7 @@ class D9DStrategy(SaveHooks):
         """Plain modules: backward, then the sum over ranks. D9DModules: put the schedule's gradients in place."""
         module, training = self._attached, self._fit
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        closure_loss = self.precision_plugin.pre_backward(training.counted(closure_loss), module)
         own = functools.partial(self.precision_plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
         training.backward(own)
         if training.is_last_batch and self._rank_model is not None:
@@ -558,8 +557,8 @@ class D9DStrategy(SaveHooks):
             self.shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
         else:
             end_children_at_exit(self.launcher, self.global_rank, self.timeouts.shutdown_seconds)
-        if isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._is_fitting:
-            rank_zero_info(resume_advice(self._attached.trainer.global_step, self._checkpoints.saves.last))
+        if self._is_fitting:
+            tell_end(exception, self._attached.trainer.global_step, self._checkpoints.saves.last, self.shutdown)
 
     def teardown(self) -> None:
         """Drop buckets and hooks, so that a notebook can fit again. Collective unless a rank failed.

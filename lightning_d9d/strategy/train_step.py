@@ -129,6 +129,7 @@ class TrainStep:
             The batch's loss and metrics over all ranks, detached and equal on every rank.
         """
         is_first = self.window.begin_batch(batch_index, accumulated_batches)
+        self.window.is_idle = plan.is_idle and (is_first or self.window.is_idle)
         if batch_index == 0 or self.checks.is_first_batch:
             self._begin_epoch()
         must_split_evenly = self.checks.batch(batch, batch_index)
@@ -152,7 +153,7 @@ class TrainStep:
                 totals = self._run_schedule(split, scale, is_first, is_last)
         if is_last:
             self.checks.whole_gradients()
-        loss, metrics = self._reduce(totals)
+        loss, metrics = self._reduce(totals, plan)
         self.window.set_aside()
         return loss, metrics
 
@@ -161,7 +162,7 @@ class TrainStep:
         self.window.restore(is_last)
         if not is_last:
             return
-        if self.window.weight is not None:
+        if self.window.weight is not None and not self.window.is_idle:
             self.optimizer_step.empty.add_window(self.window.weight)
         self.factor = None
         divisor = self.window.divisor
@@ -210,6 +211,11 @@ class TrainStep:
         self.optimizer_step(optimizer, skip, factor, **kwargs)
         self.module.on_after_optimizer_step(skip)
 
+    def leave_out(self) -> None:
+        """End a window in which only other replicas have data. Local."""
+        self.factor = None
+        self.module.on_after_optimizer_step(torch.ones((), dtype=torch.bool, device=self.pipeline.device))
+
     def _begin_epoch(self) -> None:
         self.checks.frozen_alike()
         self.optimizer_step.empty.end_epoch()
@@ -245,7 +251,7 @@ class TrainStep:
             data_parallel.finish()
         return totals
 
-    def _reduce(self, totals: BatchTotals) -> tuple[Tensor, dict[str, Tensor]]:
+    def _reduce(self, totals: BatchTotals, plan: BatchPlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum loss and metrics over the pipeline, then over the token group; divide each by its weight. Collective."""
         schema, values = self._reports.of(totals)
         if schema.loss_is_mean and totals.loss is not None:  # each rank's mean counts equally, as in DDP
@@ -257,7 +263,7 @@ class TrainStep:
                 dist.all_reduce(message, group=report.group_or(self.group))
         sums = report.detach(message, values.shape[0], not schema.loss_is_mean)
         self.window.add(None if schema.loss_is_mean else sums[0, 1])
-        if not schema.loss_is_mean:
+        if not (schema.loss_is_mean or plan.is_idle):
             self.optimizer_step.empty.add_batch(sums[0, 1])
         loss, *metrics = weighted_mean(*sums.unbind(1)).to(schema.dtype).unbind()
         return loss, dict(zip(schema.metrics, metrics, strict=True))

@@ -81,6 +81,8 @@ class Training(ABC):
         """Whether the optimizer steps after this batch: gradients are summed over ranks then."""
         self.window_is_open = False
         """Whether there are gradients of batches for which no step was taken."""
+        self.is_idle = False
+        """Whether only other replicas have data for the batches of the window: no step is taken."""
         self._norm: Tensor | None = None
         """The norm of the gradients before they were clipped."""
         self.last_norm: Tensor | None = None
@@ -121,6 +123,14 @@ class Training(ABC):
     def finish(self) -> None:
         """Say what is to be said at the end of a fit."""
         return
+
+    def begin_batch(self, plan: BatchPlan) -> None:
+        """Note what data ranks agreed on for the batch that comes. Local."""
+        self.is_idle = plan.is_idle and (self.is_idle or not self.window_is_open)
+
+    def counted(self, loss: Tensor) -> Tensor:
+        """Return the loss of a plain module as it counts. Local."""
+        return loss * 0.0 if self.settings.plan.is_idle else loss
 
     @abstractmethod
     def run(self, own: Callable[[], Any], inputs: Sequence[Any], settings: BatchSettings) -> Any:
@@ -208,6 +218,8 @@ class PlainTraining(Training):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
         """Step as Lightning does, unless gradients are in another dtype or steps may be left out."""
+        if self.is_idle:
+            return closure()
         if self.skips_nonfinite:
             result = closure()
             norm = self._norm_for_skipping()

@@ -30,6 +30,8 @@ class Window:
         """The weight of all its batches over all ranks, float64. None: losses are means, or nothing has run."""
         self.is_scaled = False
         """True if its losses were divided by the total weight before backward."""
+        self.is_idle = False
+        """True if all of its batches so far are of other replicas alone."""
         self._is_new = True
         self._loss_is_mean: bool | None = None
         self._aside: list[tuple[nn.Parameter, Tensor]] = []

@@ -8,7 +8,7 @@ values are not in any bin.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,11 +61,23 @@ def whole_counts(parts: Mapping[str, tuple[Sharding | None, Tensor | None]]) -> 
         by_groups.setdefault(frozenset(groups), (groups, {}))[1][name] = counts
     found: dict[str, Tensor] = {}
     for groups, counts in by_groups.values():
-        table = torch.stack([*counts.values()])
-        for group in groups:
-            message = table.to(device_of_messages(group))
-            with waiting():
-                dist.all_reduce(message, group=group)
-            table = message.cpu()
-        found |= dict(zip(counts, table, strict=True))
+        found |= summed_counts(counts, groups)
     return {name: found[name] for name in parts}
+
+
+def summed_counts(counts: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[str, Tensor]:
+    """Return sums of counts over the ranks of all groups, on the host. Collective over each.
+
+    Args:
+        counts: By name, int64 `[len(BORDERS) + 1]`; the same names on all ranks.
+        groups: Axes of a mesh, of which each rank has another coordinate.
+    """
+    if not counts:
+        return {}
+    table = torch.stack([*counts.values()])
+    for group in groups:
+        message = table.to(device_of_messages(group))
+        with waiting():
+            dist.all_reduce(message, group=group)
+        table = message
+    return dict(zip(counts, table.cpu(), strict=True))

@@ -40,6 +40,10 @@ NAMES = (
     "data",
     "whole_model",
     "plan_runs",
+    "replica_loss",
+    "replica_stop",
+    "replica_links",
+    "replica_mixing",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
@@ -51,6 +55,7 @@ SELECTIONS = {
     "data": ("file_gib", "memory"),
     "whole_model": ("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
     "plan_runs": ("gpus",),
+    "replica_loss": ("steps", "rows", "rates"),
 }
 """Options of single benchmarks."""
 
@@ -102,8 +107,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
     parser.add_argument("--seconds", type=int, help="of `fine_tune`: that a contender has")
     parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
-    parser.add_argument("--rates", nargs="+", type=float, help="of `optimizer_loss`; a single one is taken untried")
-    parser.add_argument("--steps", type=int, help="of `optimizer_loss` and `whole_model`")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, help="of `optimizer_loss` (a single one is taken untried) and `replica_loss`"
+    )
+    parser.add_argument("--steps", type=int, help="of `optimizer_loss`, `whole_model` and `replica_loss`")
     parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
     parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
     parser.add_argument(
@@ -112,7 +119,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model` and `plan_runs`")
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
     parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
-    parser.add_argument("--rows", type=int, help="of `whole_model`: in a batch of a GPU")
+    parser.add_argument("--rows", type=int, help="of `whole_model` and `replica_loss`: in a batch of a rank")
     parser.add_argument("--recompute", help="of `whole_model` and `fine_tune`, as `ParallelConfig.recompute`")
     parser.add_argument("--states", choices=("bfloat16", "uint8"), help="of `whole_model`: dtype of optimizer states")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")

@@ -343,6 +343,13 @@ def fit_plain(
     return PausedFit(_Plain(work.network(device)), strategy(**arguments), work, device, num_processes)
 
 
+def staged_module(work: Work, device: torch.device) -> Qwen3MoePretraining:
+    """The network as a D9DModule."""
+    module = _Staged(work.config)
+    module.stages.append(work.network(device))
+    return module
+
+
 def fit_staged(
     work: Work,
     device: torch.device,
@@ -352,8 +359,7 @@ def fit_staged(
     log_every_n_steps: int = 50,
 ) -> PausedFit:
     """The D9DModule of the network; `sums` is the dtype in which gradients are summed over ranks."""
-    module = _Staged(work.config)
-    module.stages.append(work.network(device))
+    module = staged_module(work, device)
     strategy = D9DStrategy(grad_sync=GradSyncConfig(dtype=sums))
     return PausedFit(
         module,

@@ -76,7 +76,7 @@ def share_named(noise: Noise, num_ranks: int, num_reports: int, slower: float = 
         works = [
             [factor * block for block in islice(rank, NUM_BLOCKS)] for rank, factor in zip(ranks, factors, strict=True)
         ]
-        found = comparison.add([Times("node", 0, work, nothing, nothing, nothing) for work in works])
+        found = comparison.add([Times("node", 0, work, nothing, nothing, nothing, nothing) for work in works])
         named = {each.rank for each in found}
         num_named += num_ranks - 1 in named if slower else bool(named)
     return num_named / num_reports

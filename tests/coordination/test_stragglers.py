@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import asdict
 from fractions import Fraction
 
 import pytest
 
 from lightning_d9d.coordination.stragglers import (
+    ALL_PARTS,
+    COMPARED,
     MOST_FALSE_NAMES,
     NUM_BLOCKS,
     NUM_REPORTS,
@@ -27,7 +30,7 @@ def test_the_rule_names_no_rank_of_an_even_run_but_with_the_probability_that_it_
 
     def probability(needed: int) -> Fraction:
         ways = sum(math.comb(num_blocks, number) for number in range(needed, num_blocks + 1))
-        return num_ranks * Fraction(ways, 2**num_blocks)
+        return num_ranks * len(COMPARED) * Fraction(ways, 2**num_blocks)
 
     needed = num_slow_blocks(num_ranks)
     assert probability(needed) <= MOST_FALSE_NAMES < probability(needed - 1)
@@ -68,7 +71,7 @@ NOTHING = [0.0] * NUM_BLOCKS
 
 
 def even(stage: int = 0, **parts: list[float]) -> Times:
-    usual = {"compute": [1.0] * NUM_BLOCKS, "data": NOTHING, "link": NOTHING, "queue": NOTHING}
+    usual = dict.fromkeys(ALL_PARTS, NOTHING) | {"compute": [1.0] * NUM_BLOCKS}
     return Times("node", stage, **(usual | parts))
 
 
@@ -81,6 +84,22 @@ def test_the_part_is_named() -> None:
         "rank 1 on node is slow: in each step it waits for data longer than the other ranks of its stages, by 50% of "
         "their own time"
     )
+
+
+def test_a_slow_processor_is_named_though_other_waits_vary_more() -> None:
+    """As on a busy host: each rank sleeps now and then, for longer than it computes."""
+    chance = random.Random(0)
+
+    def sleeps() -> list[float]:
+        return [chance.expovariate(0.5) for _ in range(NUM_BLOCKS)]
+
+    comparison = Comparison(0.05)
+    found = [
+        comparison.add([even(blocked=sleeps()), even(compute=[1.2] * NUM_BLOCKS, blocked=sleeps())]) for _ in range(40)
+    ]
+    named = [[each.part for each in report if each.rank == 1] for report in found]
+    assert sum(report == ["compute"] for report in named) >= 1
+    assert not [each for report in found for each in report if each.rank == 0]
 
 
 def test_a_rank_that_computes_longer_and_waits_less_for_data_keeps_nobody_waiting() -> None:

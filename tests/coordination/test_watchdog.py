@@ -52,6 +52,20 @@ def test_a_rank_that_cannot_speak_ends(streams: str, key: str, value: str, code:
 
 
 @pytest.mark.jobs
+def test_what_a_rank_was_blocked_in_is_told_though_it_has_just_left(tmp_path: Path) -> None:
+    """A collective ends with an error when the other rank is ended, which may be a moment earlier."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = start(watched.leave_just_before_the_end, tmp_path / "said", store.port)
+    store.wait(["ready"])
+    store.set("failure", Failure(1, "ValueError: bad row").to_store())
+    assert end(process, SECONDS) == 1
+    now, before = (tmp_path / "said").read_text().split("A moment before it was at:\n")
+    assert "in be_blocked" not in now
+    assert "in be_blocked\n    leaves.wait()\n" in before
+    assert before.endswith("[rank 0] To go on: the same command\n")
+
+
+@pytest.mark.jobs
 def test_values_that_no_rank_wrote(tmp_path: Path) -> None:
     process = start(watched.read_garbage, tmp_path / "heard.json")
     assert end(process, 240) == 0

@@ -75,6 +75,33 @@ def wait_with_streams(streams: str, port: int) -> None:
     threading.Event().wait()
 
 
+def leave_just_before_the_end(file: Path, port: int) -> None:
+    """Rank 0 of 2, whose main thread is blocked until the watch is about to end the process."""
+    with file.open("w") as output:
+        os.dup2(output.fileno(), 2)
+    leaves, has_left, end_process = threading.Event(), threading.Event(), RankWatch._end_process
+
+    def end_after_it_left(watch: RankWatch) -> None:
+        leaves.set()
+        has_left.wait()
+        end_process(watch)
+
+    RankWatch._end_process = end_after_it_left  # type: ignore[method-assign]
+    store = dist.TCPStore("127.0.0.1", port)
+    watch = RankWatch(store, 0, 2, SHUTDOWN_SECONDS, 30, [], lambda _: SystemExit())
+    watch.last_words = lambda: "To go on: the same command"
+    watch.start()
+    be_blocked(store, leaves)
+    has_left.set()
+    threading.Event().wait()
+
+
+def be_blocked(store: dist.Store, leaves: threading.Event) -> None:
+    """Wait, with a name of its own in a stack."""
+    store.set("ready", "")
+    leaves.wait()
+
+
 def read_garbage(file: Path) -> None:
     """Writes by key and garbage what the main thread of a rank hears of it."""
     heard: dict[str, dict[str, str]] = {key: {} for key in BEFORE}

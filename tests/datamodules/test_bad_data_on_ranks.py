@@ -11,8 +11,9 @@ import lightning as L
 import pytest
 
 from lightning_d9d import ConfigError, D9DStrategy, RankError
-from lightning_d9d.data import TokenFileWriter
+from lightning_d9d.data import Span, TokenFile, TokenFileWriter, TokenRows, tokenized_chats
 from lightning_d9d.datamodules import ChatDataModule, TokenDataModule
+from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.data.chats import chat, make_tokenizer, write_chats
 from tests.harness.ranks import RankContext
@@ -152,3 +153,20 @@ def test_all_ranks_end_where_one_has_bad_data(rank: RankContext, name: str) -> N
     what = "prepared" if name in PREPARED else "read"
     assert str(found[0]).startswith(f"data cannot be {what}: rank 1: ")
     assert message in str(found[0])
+
+
+@pytest.mark.ranks(2)
+def test_what_is_left_out_is_counted_alike(rank: RankContext) -> None:
+    """Each rank tokenizes its own copy of the chats, and opens its own copy of the tokens."""
+    own = rank.tmp_dir / f"of {rank.rank}"
+    own.mkdir()
+    whole, long = chat("a", "b"), "word " * 200
+    unfit = [chat(long, "b"), chat("a", "b", long, "c"), chat("a", "b", long)]
+    (own / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [whole, *unfit]))
+    tokenizer, alone = make_tokenizer("chatml"), Ranks(alone=True)
+    report = tokenized_chats([str(own / "a.jsonl")], tokenizer, 97, own / "cache", alone).report
+    spans = [Span(file, 0, len(file)) for file in [TokenFile(tokens(own, (1, 2, 3)))]]
+    num_left_out = TokenRows("text", spans, 7, borders=True).num_left_out
+    assert (report.chats, report.samples, report.too_long, report.shortened) == (4, 3, 1, 1)
+    assert num_left_out == 40 * 3 % 7
+    assert rank.all_gather_object((report, num_left_out)) == [(report, num_left_out)] * 2

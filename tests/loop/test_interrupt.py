@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_d9d.checkpoint import open_directory
-from lightning_d9d.loop.interrupt import Saved, resume_advice
+from lightning_d9d.loop.interrupt import Saved, exit_message
 from tests.harness.terminal import run_in_terminal
 from tests.loop.display_job import Job, fit, read
 
@@ -68,7 +68,28 @@ def test_a_rank_that_fails_saves_nothing(tmp_path: Path) -> None:
     lines = lines_of(tmp_path, job, codes=[1, 1])
     assert "ValueError: bad row on rank 1" in lines
     assert not [line for line in lines if line.startswith(("Stopped", "An ")) or "not ended" in line]
+    end = next(number for number, line in enumerate(lines) if line.startswith("[rank 0] Failed"))
+    assert lines[end].startswith(
+        f"[rank 0] Failed after step 3; the last checkpoint is {LAST}, of step 2 (to lose less"
+    )
+    error = (
+        "lightning_d9d.errors.ConfigError: Module.microbatch_weight cannot use a batch (ValueError: bad row on rank 1)"
+    )
+    assert lines[end + 1].startswith(f"Error: rank 1 failed: {error}")
+    assert not [line for line in lines if line.startswith("[rank 1] Failed")]
     assert open_directory(tmp_path / LAST, alone=True).values["global_step"] == 2
+
+
+@pytest.mark.jobs
+def test_one_process_that_fails_says_how_it_goes_on(tmp_path: Path) -> None:
+    job = Job(saving={**SAVING, "save_on_exception": False, "every_n_train_steps": 2}, interrupts=(0, 3, 0))
+    lines = lines_of(tmp_path, job, codes=[1])
+    end = next(number for number, line in enumerate(lines) if line.startswith("Failed"))
+    assert lines[end].startswith(f"Failed after step 3; the last checkpoint is {LAST}, of step 2 (to lose less")
+    assert f"To go on: the same command with --ckpt_path {LAST}, or Trainer.fit(" in lines[end]
+    assert lines[end + 1].startswith(
+        "Error: lightning_d9d.errors.ConfigError: Module.microbatch_weight cannot use a batch"
+    )
 
 
 @pytest.mark.jobs
@@ -97,4 +118,15 @@ def test_without_a_checkpoint(tmp_path: Path) -> None:
 def test_resume_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Saved, text: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here.ckpt").touch()
-    assert text in resume_advice(3, saved)
+    assert text in exit_message(3, saved)
+
+
+def test_the_message_names_the_error_and_reports(tmp_path: Path) -> None:
+    (tmp_path / "a b.ckpt").touch()
+    path = f"'{tmp_path}/a b.ckpt'"
+    assert exit_message(3, Saved(f"{tmp_path}/a b.ckpt", 2), "ValueError: bad row", ["hang-1.txt", "hang-2.txt"]) == (
+        f"Failed after step 3; the last checkpoint is {path}, of step 2 (to lose less, give ModelCheckpoint "
+        f"every_n_train_steps). To go on: the same command with --ckpt_path {path}, or Trainer.fit(..., "
+        f'ckpt_path="{path}")\n'
+        "Error: ValueError: bad row\nReports: hang-1.txt, hang-2.txt"
+    )

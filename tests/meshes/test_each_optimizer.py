@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from lightning_d9d import MeshConfig
-from lightning_d9d.optim import MuonAdamW, OptimizerSettings
+from lightning_d9d.optim import AccumAdam, AccumAdamW, MuonAdamW, OptimizerSettings
 from lightning_d9d.optim.settings import NamedParameters
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -23,6 +23,8 @@ OPTIMIZERS = {
     "AdamW": partial(AdamW, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY),
     "Adam": partial(Adam, lr=LEARNING_RATE, eps=EPS),
     "SGD": partial(SGD, lr=LEARNING_RATE, momentum=0.9),
+    "AccumAdam": partial(AccumAdam, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, accum_iter=3),
+    "AccumAdamW": partial(AccumAdamW, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, accum_iter=2),
     "MuonAdamW": partial(MuonAdamW, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY),
 }
 MESHES = {
@@ -32,7 +34,7 @@ MESHES = {
     "rep2-shard2": MeshConfig(data_parallel_replicate=2, data_parallel_shard=2),
     "rep4-ep4": MeshConfig(data_parallel_replicate=4, expert_parallel=4),
 }
-FAST = {("pp2", "SGD"), ("tp2", "Adam")}
+FAST = {("pp2", "SGD"), ("tp2", "Adam"), ("tp2", "AccumAdamW")}
 
 
 def on_one_process(name: str) -> dict[str, Tensor]:

@@ -53,12 +53,24 @@ class Kind:
     num_stages: int = 1
     """Each on a rank of its own; in one process there is one."""
     precision: Any = "32-true"
+    replicate_sync: str = "all_reduce"
+
+
+class Quiet(Plain):
+    """Logs nothing, so that no collective but the mix is in a step."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_norm=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
 
 
 MODULES = {
     "plain": Kind(Plain, rows),
     "staged": Kind(Staged, lambda count: staged_rows(count, ignored_every=None)),
     "pipelined": Kind(Pipelined, token_rows, num_stages=2, precision="64-true"),
+    "mixed": Kind(Quiet, rows, replicate_sync="one_peer_exp"),
 }
 
 
@@ -209,7 +221,8 @@ def fit(
     torch.manual_seed(1)
     num_stages = min(MODULES[kind].num_stages, devices)
     mesh = MeshConfig(pipeline_parallel=num_stages, data_parallel_replicate=devices // num_stages)
-    strategy = D9DStrategy(mesh=mesh, timeouts=timeouts, skip_nonfinite=skip_nonfinite)
+    sync = MODULES[kind].replicate_sync
+    strategy = D9DStrategy(mesh=mesh, timeouts=timeouts, skip_nonfinite=skip_nonfinite, replicate_sync=sync)
     options = {"every_n_train_steps": SAVE_EVERY, "save_top_k": -1, "filename": "{step}", **checkpoint_options}
     callbacks = [ModelCheckpoint(directory / "saved", **options), *([fault] if fault else [])]
     run = trainer(

@@ -133,6 +133,9 @@ class Hang:
         reports = list(directory.rglob("hang-*.txt"))
         assert len(reports) == self.reports
         said = "".join(report.read_text() for report in reports) or "".join(ended.outputs)
+        last_words = "".join(ended.outputs)
+        assert "Failed after step 3; the last checkpoint is " in last_words
+        assert all(f"Reports: {report}" in last_words for report in reports)
         for line in (self.lines_on_nccl or map(_on_nccl, self.lines)) if on_cuda else self.lines:
             assert re.search(line, said), line
         return ended

@@ -21,6 +21,7 @@ def mixed_training(
     *,
     clip: float | None = None,
     skips: Callable[[int, int], bool] = lambda step, replica: False,
+    first_round: int = 0,
 ) -> list[list[dict[str, Tensor]]]:
     """Train replicas that mix between backward and update.
 
@@ -32,6 +33,7 @@ def mixed_training(
         optimizer_of: Makes an optimizer.
         clip: The most that the norm of a replica's gradients may be.
         skips: Whether a replica leaves a step out.
+        first_round: The round behind the first step.
 
     Returns:
         For each step the weights of each replica.
@@ -46,7 +48,7 @@ def mixed_training(
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(replica.parameters(), clip)
         if step > 0:
-            mix(replicas, torch.from_numpy(rounds.matrix(step - 1)))
+            mix(replicas, torch.from_numpy(rounds.matrix(first_round + step - 1)))
         for index, optimizer in enumerate(optimizers):
             if not skips(step, index):
                 optimizer.step()
