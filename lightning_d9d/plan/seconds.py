@@ -114,7 +114,7 @@ class _Stage:
 
 
 def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stage:
-    rates = machine.rates
+    rates = machine.rates_for(model.tokens)
     costs = [microbatch_costs(model, each, is_head=each is stage.after) for each in stage.parts]
     seconds = [rates.seconds(each, 1) for each in costs]
     return _Stage(
