@@ -29,7 +29,7 @@ def run(given: Namespace) -> int:
         The exit code: 1 if something that training needs is broken.
 
     Raises:
-        ConfigError: There is no GPU to measure, or the file cannot be written.
+        ConfigError: A GPU is missing, or the file cannot be written.
     """
     if given.measure is None:
         return doctor.main()

@@ -9,10 +9,11 @@ the next one, with the gradients of a gathered unit. So does the message that su
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from lightning_d9d.memory.layers import LayerOfRank, StageOfRank
+from lightning_d9d.memory.spread import Share
 from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, compute_parts
 
 WORKSPACE = 33 * 2**20
@@ -60,8 +61,8 @@ class PeakBytes:
 class LayerGradients:
     """Gradients of a layer: what stays, what is fresh, and what FSDP2 adds."""
 
-    def __init__(self, layer: LayerOfRank, rules: GradientRules) -> None:
-        trained = [share for share in layer.shares if share.weight.is_trained]
+    def __init__(self, shares: Iterable[Share], rules: GradientRules) -> None:
+        trained = [share for share in shares if share.weight.is_trained]
         self.fresh = sum(share.num_gathered * share.width for share in trained)
         self.largest = max((share.num_gathered * share.width for share in trained), default=0)
         units = [share for share in trained if share.is_unit]
@@ -77,6 +78,12 @@ class LayerGradients:
         self.whole_units = sum(share.num_gathered * share.width for share in units)
         self.whole_units_wide = sum(share.num_gathered * wide for share, wide in zip(units, widths, strict=True))
         self.adopts = any(share.numel for share in in_buckets)
+
+
+def gradients_at_end(shares: Iterable[Share], rules: GradientRules) -> int:
+    """Count the gradients of these weights at the end of a step, if the update comes behind it. Local."""
+    own = LayerGradients(shares, rules)
+    return own.stays + own.of_shards
 
 
 def gathered_bytes(layer: LayerOfRank) -> int:
@@ -119,7 +126,7 @@ class _Walk:
         self.keeps = keeps
         self.sums_late = (keeps or rules.accumulates_batches) and not rules.reduces_each
         self.gradients = {
-            (index, place): LayerGradients(layer, rules)
+            (index, place): LayerGradients(layer.shares, rules)
             for index, stage in stages.items()
             for place, layer in enumerate(stage.parts)
         }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_d9d.memory.host import HostMemory, input_bytes
 from lightning_d9d.memory.layers import Microbatch, StageOfRank, StageShares
 from lightning_d9d.memory.parameters import part_bytes
-from lightning_d9d.memory.peak import GradientRules, PeakBytes, peak
+from lightning_d9d.memory.peak import GradientRules, PeakBytes, gradients_at_end, peak
 from lightning_d9d.memory.spread import ModelWeights, Share, Spread
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.parallel.config import ParallelConfig
@@ -115,6 +115,13 @@ class RankModel:
             found += [share for part in stage.parts for share in part.shares]
         return found
 
+    def at_end(self, rank: int) -> tuple[int, int, int]:
+        """Count weights, gradients and optimizer states of a rank of the pipeline at the end of a step. Local."""
+        held = self.held(rank)
+        weights = sum(share.numel * share.weight.dtype.itemsize for share in held)
+        states = sum(self.state_bytes(share) for share in held if share.weight.is_trained)
+        return weights, gradients_at_end(held, self.rules(held)), states
+
     def rules(self, held: list[Share]) -> GradientRules:
         """Return how gradients are kept."""
         part = None
@@ -137,14 +144,7 @@ class RankModel:
             rank: Of the pipeline.
             copies: Whether checkpoints are written in the background.
         """
-        held = self.held(rank)
-        weights = sum(share.numel * share.weight.dtype.itemsize for share in held)
-        states = sum(self.state_bytes(share) for share in held if share.weight.is_trained)
-        gradients = sum(
-            share.numel * max(self.sum_bytes, share.weight.dtype.itemsize)
-            for share in held
-            if share.weight.is_trained and share.is_unit
-        )
+        weights, gradients, states = self.at_end(rank)
         keeps_inputs = self.parallel.recompute == "offload"
         return HostMemory(
             checkpoint=(weights + states) * copies,
@@ -154,12 +154,12 @@ class RankModel:
 
     def peak(self, rank: int) -> PeakBytes:
         """Find the most that a step allocates on a rank of the pipeline. Local."""
-        held = self.held(rank)
+        weights, _, states = self.at_end(rank)
         return peak(
             self.stages(rank, self.spread()),
             self.actions(rank),
-            weights=sum(share.numel * share.weight.dtype.itemsize for share in held),
-            states=sum(self.state_bytes(share) for share in held if share.weight.is_trained),
-            rules=self.rules(held),
+            weights=weights,
+            states=states,
+            rules=self.rules(self.held(rank)),
             keeps_gathered=self.keeps_gathered,
         )

@@ -21,7 +21,7 @@ def microbatch_costs(model: RankModel, layer: LayerOfRank, *, is_head: bool = Fa
     has weights, states and the gradients of several microbatches, and what stays gathered.
     """
     sent = of_head(model, 1) if is_head else of_layer(model, layer, 1) if layer.costs.output_bytes else ()
-    gradients = LayerGradients(layer, model.rules([]))
+    gradients = LayerGradients(layer.shares, model.rules([]))
     sums = gradients.whole_units_wide if model.keeps_gathered and not model.reduces_each else gradients.of_shards
     weights = sum(share.numel * share.weight.dtype.itemsize for share in layer.shares)
     states = sum(model.state_bytes(share) for share in layer.shares if share.weight.is_trained)

@@ -33,7 +33,7 @@ _RATES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured: by default a layer of `30b-a3b` with four rows of 4,096 tokens."""
+    """Sizes of the operations: by default those of a layer of `30b-a3b` with four rows of 4,096 tokens."""
 
     tokens: int = 16384
     hidden: int = 2048

@@ -37,6 +37,8 @@ class RankPlan:
     num_ranks: int
     """Ranks that are like it."""
     elements: dict[Part, int]
+    gradients: int
+    """Bytes of gradients at the end of a step."""
     peak: PeakBytes
     sent: tuple[Sent, ...]
 
@@ -112,6 +114,7 @@ class Plan:
                     "layers": each.layers,
                     "num_ranks": each.num_ranks,
                     "elements": {str(part): value for part, value in each.elements.items()},
+                    "gradient_bytes": each.gradients,
                     "bytes": asdict(each.peak),
                     "allocated_bytes": each.peak.total,
                     "reserved_bytes": each.reserved,
@@ -349,6 +352,7 @@ def plan_of(
                 layers=sum(len(model.layers_of_stages[stage]) for stage in stages),
                 num_ranks=per_rank,
                 elements=elements(held),
+                gradients=model.at_end(rank)[1],
                 peak=model.peak(rank),
                 sent=tuple(_merged(sent[rank])),
             )

@@ -97,7 +97,7 @@ class LayerCosts:
     recomputed: str = "nothing"
     """The part of the forward that the backward computes again: "nothing", "all", "attention" or "moved"."""
     messages: tuple[Messages, ...] = ()
-    """What ranks send each other in the midst of the layer."""
+    """Messages that ranks send each other in the midst of the layer."""
 
     def __post_init__(self) -> None:
         check_numbers(self)

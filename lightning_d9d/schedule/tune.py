@@ -212,8 +212,8 @@ class Auto(Schedule):
                 stages' weights. It is 5 for bf16 weights with fp32 gradients and bf16 Adam on every rank, and less
                 where they are sharded.
             device_memory: The cap in bytes if `memory_gib` is None. None: no cap.
-            peak: Returns the bytes of the rank that needs most, from a schedule, the layers of its stages, the rows of
-                a microbatch and the number of microbatches. None: states and activations are summed.
+            peak: Returns the bytes of the rank that needs most. It gets a schedule, the layers of its stages, the rows
+                of a microbatch and their number. None: states and activations are summed.
 
         Raises:
             ScheduleError: Nothing fits, and the message has the least memory needed; or there are more ranks than
