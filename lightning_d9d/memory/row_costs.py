@@ -75,4 +75,4 @@ def _recomputed(layer: LayerOfRank) -> str:
 
 
 def _messages(sent: Iterable[Sent]) -> tuple[Messages, ...]:
-    return tuple(Messages(each.num_bytes, each.num_messages, each.span) for each in sent)
+    return tuple(Messages(each.num_bytes, each.num_messages, each.num_ranks, each.span, each.is_ring) for each in sent)

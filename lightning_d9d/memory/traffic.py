@@ -40,6 +40,11 @@ class Sent(NamedTuple):
     """The bytes that this rank sends."""
     num_messages: int
 
+    @property
+    def is_ring(self) -> bool:
+        """True if each rank sends to the next one alone."""
+        return self.kind != "all_to_all"
+
 
 def share_sent(num_ranks: int) -> float:
     """Return how much of what ranks in a ring gather or scatter each sends. Local."""

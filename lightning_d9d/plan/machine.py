@@ -118,9 +118,9 @@ class MachineTable:
             attention_backward_flops_per_second=nearest.backward_flops,
         )
 
-    def link(self, span: int) -> tuple[str, float]:
-        """Return which link joins so many consecutive ranks, and its bytes a second."""
-        return "node" if span <= self.gpus_per_node else "network", self.rates.link(span)
+    def link(self, span: int) -> str:
+        """Return which link joins so many consecutive ranks. Local."""
+        return "node" if span <= self.gpus_per_node else "network"
 
     def save(self, path: str | Path, name: str) -> None:
         """Write it to a file, which `machine_of` reads.

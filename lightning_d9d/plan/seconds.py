@@ -128,8 +128,13 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stag
 
 def _seconds(sent: Sent, machine: MachineTable) -> float:
     """Return the seconds that messages take by themselves."""
-    _, rate = machine.link(sent.span)
-    return sent.num_bytes / rate + sent.num_messages * machine.latency
+    rates = machine.rates
+    return rates.send_seconds(*_spread(sent, machine)) + sent.num_messages * machine.latency
+
+
+def _spread(sent: Sent, machine: MachineTable) -> tuple[float, float]:
+    """Return the bytes within the node, and those to others."""
+    return machine.rates.spread_bytes(sent.num_bytes, sent.num_ranks, sent.span, is_ring=sent.is_ring)
 
 
 def _transfer(model: RankModel, machine: MachineTable) -> float:
@@ -137,7 +142,7 @@ def _transfer(model: RankModel, machine: MachineTable) -> float:
     pp = model.mesh.pipeline_parallel
     if pp == 1:
         return 0.0
-    _, rate = machine.link(model.mesh.world_size // pp + 1)
+    rate = machine.rates.link(model.mesh.world_size // pp + 1)
     return model.costs.layers[0].output_bytes * model.share_of_row / (rate / 2)
 
 
@@ -162,9 +167,11 @@ def _links(sent: Sequence[Sequence[Sent]], machine: MachineTable) -> dict[str, t
     for of_rank in sent:
         sums: dict[str, tuple[float, float]] = {}
         for each in of_rank:
-            name, _ = machine.link(each.span)
-            num_bytes, seconds = sums.get(name, (0.0, 0.0))
-            sums[name] = num_bytes + each.num_bytes, seconds + _seconds(each, machine)
+            rates = machine.node_link_bytes, machine.network_bytes
+            for name, sends, rate in zip(("node", "network"), _spread(each, machine), rates, strict=True):
+                if sends:
+                    num_bytes, seconds = sums.get(name, (0.0, 0.0))
+                    sums[name] = num_bytes + sends, seconds + sends / rate
         for name, values in sums.items():
             found[name] = max(found.get(name, (0.0, 0.0)), values)
     return found

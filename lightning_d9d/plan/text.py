@@ -58,9 +58,9 @@ def degrees(plan: Plan) -> list[tuple[str, int, str]]:
         degree = getattr(mesh, name)
         span *= degree
         if degree > 1:
-            found.append((name, degree, plan.machine.link(span)[0]))
+            found.append((name, degree, plan.machine.link(span)))
     if mesh.expert_parallel > 1:
-        found.append(("expert_parallel", mesh.expert_parallel, plan.machine.link(mesh.expert_parallel)[0]))
+        found.append(("expert_parallel", mesh.expert_parallel, plan.machine.link(mesh.expert_parallel)))
     return found
 
 

@@ -5,6 +5,9 @@ are read from memory. All other operations move bytes at `bytes_per_second`. A f
 weights of their products once a microbatch. A weight backward writes the gradients of all weights once. What is
 recomputed takes its forward's time once more. Messages in the midst of a layer take as long as their link, and a
 latency each.
+
+[Note: links of a node] Each rank has links to its node, and one to the network. A ring leaves a node once, so each of
+its ranks there sends a part of that. If all send to all, each sends its own part of what goes to other nodes.
 """
 
 from __future__ import annotations
@@ -39,8 +42,12 @@ class Messages(NamedTuple):
     """Bytes that a rank sends for each row."""
     number: int
     """Messages of a microbatch."""
+    num_ranks: int
+    """The ranks that take part."""
     span: int
-    """The number of consecutive ranks from the first to the last that take part."""
+    """The number of consecutive ranks from the first to the last of them."""
+    is_ring: bool = True
+    """True if each sends to the next one alone; else to all others alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,13 +226,35 @@ class Machine:
         return LayerSeconds(forward, inputs, computed.backward_weight, inputs + computed.backward_weight)
 
     def link(self, span: int) -> float:
-        """Return the bytes per second that a rank sends to others among so many consecutive ranks."""
+        """Return the bytes per second that a rank sends to another one so many ranks away."""
         return self.exchange_bytes_per_second if span <= self.gpus_per_node else self.network_bytes_per_second
+
+    def spread_bytes(self, num_bytes: float, num_ranks: int, span: int, *, is_ring: bool) -> tuple[float, float]:
+        """Return the bytes that a rank sends within its node, and to others. [Note: links of a node].
+
+        Args:
+            num_bytes: All that it sends.
+            num_ranks: The ranks that take part.
+            span: The number of consecutive ranks from the first to the last of them.
+            is_ring: True if each sends to the next one alone; else to all others alike.
+        """
+        if span <= self.gpus_per_node or num_ranks == 1:
+            return num_bytes, 0.0
+        near = min(num_ranks, max(1, num_ranks * self.gpus_per_node // span))
+        far = num_bytes / near if is_ring else num_bytes * (num_ranks - near) / (num_ranks - 1)
+        return num_bytes - far, far
+
+    def send_seconds(self, near: float, far: float) -> float:
+        """Return how long it takes to send within the node and to others at the same time."""
+        return max(near / self.exchange_bytes_per_second, far / self.network_bytes_per_second)
 
     def message_seconds(self, layer: LayerCosts, num_rows: float) -> float:
         """Return how long the messages of a layer take, forward and backward together."""
         return sum(
-            num_rows * each.row_bytes / self.link(each.span) + each.number * self.link_latency
+            self.send_seconds(
+                *self.spread_bytes(num_rows * each.row_bytes, each.num_ranks, each.span, is_ring=each.is_ring)
+            )
+            + each.number * self.link_latency
             for each in layer.messages
         )
 

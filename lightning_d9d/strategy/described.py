@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -96,4 +97,9 @@ def _state_bytes(whole: D9DModule) -> Callable[[Share], int]:
     if count is None:
         return lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
     counted = count
-    return lambda share: counted(torch.empty(share.shape, dtype=share.weight.dtype, device="meta"))
+
+    @functools.cache
+    def of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return counted(torch.empty(shape, dtype=dtype, device="meta"))
+
+    return lambda share: of(share.shape, share.weight.dtype)
