@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_the_table_is_that_of_the_plans(
 ) -> None:
     found = planned(ranks, rows, microbatches, recompute)
     assert found.tokens_per_second / published - 1 == pytest.approx(error, abs=0.0006)
-    assert f"| {published:,} | {found.tokens_per_second:,.0f} | {error:.1%} |" in PAGE.read_text()
+    assert f"| {published:,} | {found.tokens_per_second:,.0f} | {100 * error:.1f} % |" in PAGE.read_text()
     assert found.missing <= 0
 
 
@@ -39,9 +40,9 @@ def test_why_two_nodes_are_slow() -> None:
     messages = found.timed.seconds.messages
     assert seconds == pytest.approx(far / machine_of("h100").network_bytes)
     faster = found.step_seconds - seconds + seconds / 4
-    assert messages - seconds + seconds / 4 == pytest.approx(5.6, abs=0.05)
-    assert found.tokens / faster / 16 == pytest.approx(13900, abs=60)
-    assert planned(16, 64, 64, "none", experts=8).tokens_per_second > 1.4 * found.tokens_per_second
+    assert messages - seconds + seconds / 4 == pytest.approx(5.5, abs=0.05)
+    assert found.tokens / faster / 16 == pytest.approx(13953, abs=1)
+    assert planned(16, 64, 64, "none", experts=8).tokens_per_second == pytest.approx(14360, abs=1)
 
 
 def test_links_by_hand() -> None:
@@ -52,3 +53,13 @@ def test_links_by_hand() -> None:
     assert rates.spread_bytes(16.0, 16, 128, is_ring=True) == (0.0, 16.0)  # one rank a node
     assert rates.send_seconds(320e9, 40e9) == 1.0
     assert rates.send_seconds(320e9, 80e9) == 2.0
+
+
+def test_a_plan_of_16384_ranks_takes_seconds() -> None:
+    """The processor time of the arithmetic, without imports."""
+    degrees = {"pipeline_parallel": 16, "data_parallel_shard": 8, "data_parallel_replicate": -1, "expert_parallel": 64}
+    strategy = D9DStrategy(mesh=MeshConfig(**degrees), num_microbatches=64, schedule="zero_bubble_v")
+    begin = time.process_time()
+    found = plan(Qwen3MoePretraining(preset="30b-a3b"), strategy, 16384, "h200", rows=64, tokens=4096)
+    assert time.process_time() - begin < 5
+    assert len(found.ranks) == 16
