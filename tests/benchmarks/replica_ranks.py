@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import tempfile
 import time
@@ -104,8 +105,9 @@ def _be_rank(body: Callable[[int], Any], rank: int, values: dict[str, str], plac
 
 def pause(seconds: float) -> None:
     """Compute as another device would: the processor is free. Time in which the process is stopped does not count."""
-    for _ in range(max(1, round(seconds / _PART_SECONDS))):
-        time.sleep(min(seconds, _PART_SECONDS))
+    parts = math.ceil(seconds / _PART_SECONDS)
+    for _ in range(parts):
+        time.sleep(seconds / parts)
 
 
 _PART_SECONDS = 0.01
