@@ -269,16 +269,7 @@ def rank_model(
     check_mesh(mesh, costs, model.weights.layers)
     schedule = schedule or strategy.schedule
     if isinstance(schedule, Auto):
-        choice = schedule.choose(
-            mesh.pipeline_parallel, row_costs(model), state_ratio=0.0, device_memory=memory, peak=peak_of(model)
-        )
-        return replace(
-            model,
-            schedule=choice.schedule,
-            layers_of_stages=choice.layers_of_stage,
-            rows=choice.microbatch_size,
-            num_microbatches=choice.num_microbatches,
-        )
+        return _chosen(model, schedule, memory)
     number = strategy.microbatch_count.of(rows)
     if not schedule.takes(mesh.pipeline_parallel, number):
         raise ConfigError(
@@ -292,6 +283,19 @@ def rank_model(
         layers_of_stages=layers_of(module, len(costs.layers), num_stages),
         rows=-(-rows // number),
         num_microbatches=number,
+    )
+
+
+def _chosen(model: RankModel, auto: Auto, memory: int | None) -> RankModel:
+    """Return the model with what `Auto` chooses."""
+    pp = model.mesh.pipeline_parallel
+    choice = auto.choose(pp, row_costs(model), state_ratio=0.0, device_memory=memory, peak=peak_of(model))
+    return replace(
+        model,
+        schedule=choice.schedule,
+        layers_of_stages=choice.layers_of_stage,
+        rows=choice.microbatch_size,
+        num_microbatches=choice.num_microbatches,
     )
 
 

@@ -136,7 +136,7 @@ class Auto(Schedule):
 
     It simulates the schedules of this package with all sizes of microbatches, under a memory cap. It has no program of
     its own: `choose` returns the schedule to use. In a run it knows what ranks hold, send and compute again: the costs
-    are those of a plan (`lightning_d9d.plan`).
+    are those of `lightning-d9d plan`.
 
     Args:
         batch_size: Number of rows that one data-parallel rank gets for a step.
