@@ -38,7 +38,7 @@ SUBCOMMANDS: dict[str, tuple[str, tuple[str, str]]] = {
     "plan": ("tells what a run holds, sends and takes", ("lightning_d9d.cli.plans", "run")),
     "convert": ("turns weights and checkpoints into other forms", ("lightning_d9d.convert", "main")),
     "prepare-data": ("turns texts into files of tokens", ("lightning_d9d.prepare", "main")),
-    "doctor": ("checks whether this machine is fit for training", ("lightning_d9d.doctor", "main")),
+    "doctor": ("checks whether this machine is fit for training", ("lightning_d9d.cli.measuring", "run")),
     "report": ("draws what a run has logged", ("lightning_d9d.report.command", "main")),
     "generate": ("shows what a model writes", ("lightning_d9d.generation.commands", "main_generate")),
     "evaluate": ("tells how well a model predicts a text", ("lightning_d9d.generation.commands", "main_evaluate")),

@@ -109,8 +109,12 @@ def prepare_parser() -> argparse.ArgumentParser:
 
 
 def doctor_parser() -> argparse.ArgumentParser:
-    """Make the parser of `doctor`, which takes no arguments."""
-    return _Parser("doctor", "Checks this machine, or the ranks of a job, and says what to mend.")
+    """Make the parser of `doctor`."""
+    parser = _Parser("doctor", "Checks this machine, or the ranks of a job, and says what to mend.")
+    parser.add_argument(
+        "--measure", help="in place of checks write the rates of this GPU, for plan --gpu, to a .json file"
+    )
+    return parser
 
 
 def report_parser() -> argparse.ArgumentParser:

@@ -16,9 +16,10 @@ from lightning_d9d.cli.training import D9DCLI
 from lightning_d9d.datamodules.batch_size import check_divides
 from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.plan import Plan, machine_of, plan_of, search, write_page
-from lightning_d9d.plan.planning import costs_of_length, layers_of, rank_model
+from lightning_d9d.plan.planning import costs_of_length, rank_model
 from lightning_d9d.plan.search import name_of, settings_of
 from lightning_d9d.schedule import OneForwardOneBackward
+from lightning_d9d.strategy.described import layers_of
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
 
@@ -59,6 +60,7 @@ class _Planning(D9DCLI):
             accumulates_batches=accumulated > 1,
             mesh=degrees,
             schedule=schedule,
+            memory=machine.allocatable,
         )
         costs = costs_of_length(self.model, precision)
         asynchronous = strategy.checkpoint_config.asynchronous

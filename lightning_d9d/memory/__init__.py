@@ -1,22 +1,26 @@
 """The memory that a training step takes on a rank, by arithmetic, before it is tried.
 
-`parameters.py` counts weights, gradients and optimizer states of parameters as this rank has them. `activations.py`
-counts what a model's layers keep, from their `ModelCosts`. `step.py` puts both together for settings that a user can
-change. `advice.py` compares them with the memory that there is, and finds the nearest settings that fit. `host.py` has
-the memory that ranks take of their host. Nothing here communicates. `snapshots.py` writes what lies in a GPU's memory,
-also when it runs out.
+`peak.py` walks through the actions of a rank, over stages of `layers.py`, and finds the most that is allocated. Plans
+make such stages for any rank of any mesh: `spread.py` says what it holds, and `rank.py` puts all together. A fit makes
+them of its own tensors: `held.py`. `step.py` asks for other settings, and `advice.py` compares them with the memory
+that there is. `parameters.py` counts what parameters of a rank take, `host.py` has the memory of its host, `traffic.py`
+the bytes that it sends. Nothing here communicates. `snapshots.py` writes what lies in a GPU's memory, also when it runs
+out.
 """
 
-from lightning_d9d.memory.activations import Activations
 from lightning_d9d.memory.advice import advice, device_bytes, refuse_too_large
-from lightning_d9d.memory.host import HostMemory, check_host, host_bytes
-from lightning_d9d.memory.parameters import gathered_bytes, gradient_bytes, state_bytes, weight_bytes
-from lightning_d9d.memory.step import RankMemory, StepMemory, StepSettings
+from lightning_d9d.memory.held import StagesHeld, stage_held
+from lightning_d9d.memory.host import HostMemory, check_host, host_bytes, input_bytes
+from lightning_d9d.memory.parameters import gathered_bytes, gradient_bytes, part_bytes, state_bytes, weight_bytes
+from lightning_d9d.memory.step import GPU_OVERHEAD, HOST_OVERHEAD, Overhead, RankMemory, StepMemory, StepSettings
 
 __all__ = [
-    "Activations",
+    "GPU_OVERHEAD",
+    "HOST_OVERHEAD",
     "HostMemory",
+    "Overhead",
     "RankMemory",
+    "StagesHeld",
     "StepMemory",
     "StepSettings",
     "advice",
@@ -25,7 +29,10 @@ __all__ = [
     "gathered_bytes",
     "gradient_bytes",
     "host_bytes",
+    "input_bytes",
+    "part_bytes",
     "refuse_too_large",
+    "stage_held",
     "state_bytes",
     "weight_bytes",
 ]

@@ -14,8 +14,6 @@ from lightning_d9d.memory.step import StepMemory, StepSettings, gib
 
 _MARGIN = 1.05
 """A step is refused if arithmetic says so many times the memory that there is."""
-_CLOSE = 0.9
-"""A step is noted if arithmetic says so much of the memory that there is: buffers and fragments come on top."""
 _MAX_RANKS = 1024
 
 
@@ -30,7 +28,7 @@ def refuse_too_large(
     """Refuse a step that cannot fit. Local.
 
     It is refused if weights, gradients and states alone exceed the memory, or if arithmetic says at least 5 % more than
-    there is. So a step that fits is never refused.
+    there is. So a step that fits is not refused.
 
     Args:
         step: What it needs.
@@ -50,10 +48,11 @@ def refuse_too_large(
             f"a training step needs {gib(memory.total)} on this device, which has "
             f"{gib(available)}: {memory}; {advice(step, settings, available, can_step_in_backward)}"
         )
-    if memory.total > _CLOSE * available:
+    if memory.needed > available:
         return (
-            f"a training step needs at least {gib(memory.total)} of {gib(available)} on this device: {memory}. If "
-            f"memory runs out, {advice(step, settings, int(_CLOSE * available), can_step_in_backward)}"
+            f"a training step needs at least {gib(memory.total)} of {gib(available)} on this device: {memory}. With "
+            f"fragments and what torch does not know it is {gib(memory.needed)}. If memory runs out, "
+            f"{advice(step, settings, available, can_step_in_backward)}"
         )
     return None
 
@@ -64,19 +63,19 @@ def advice(step: StepMemory, settings: StepSettings, available: int, can_step_in
     Args:
         step: What it needs.
         settings: What was asked for.
-        available: Bytes that there are.
+        available: Bytes that there are, also for fragments and what torch does not know.
         can_step_in_backward: Whether the update may be inside of the backward.
     """
     for candidate in _nearest(step, settings, can_step_in_backward):
         memory = step.of(candidate)
-        if memory.total <= available:
+        if memory.needed <= available:
             return f"by arithmetic it fits with {_changes(settings, candidate)} ({gib(memory.total)})"
     return "no setting is known that makes it fit; take a smaller model or shorter sequences"
 
 
 def _nearest(step: StepMemory, settings: StepSettings, can_step_in_backward: bool) -> Iterator[StepSettings]:
     """Other settings: those with fewest changes first, of these what changes no number first, and more ranks last."""
-    knows_activations = step.of(settings).activations is not None
+    knows_activations = step.of(settings).knows_activations
     rows = [settings.num_rows]
     while knows_activations and rows[-1] is not None and rows[-1] > 1:
         rows.append(rows[-1] // 2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.memory.layers import StageOfRank
 from lightning_d9d.memory.step import gib
+from lightning_d9d.schedule.actions import Action
+from lightning_d9d.schedule.simulate import Costs, live
 
 _CLOSE = 0.9
 _MEMORY_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -28,6 +32,10 @@ class HostMemory:
     inputs: int = 0
     """Inputs of blocks that wait there for their backward."""
 
+    def times(self, num_ranks: int) -> HostMemory:
+        """Return what so many ranks like this one take."""
+        return HostMemory(**{each.name: num_ranks * getattr(self, each.name) for each in fields(self)})
+
     @property
     def total(self) -> int:
         """The sum of all."""
@@ -45,6 +53,19 @@ class HostMemory:
         """The setting that frees most."""
         parts = self._parts
         return _REMEDIES[max(parts, key=lambda name: parts[name])]
+
+
+def input_bytes(stages: Mapping[int, StageOfRank], actions: Sequence[Action]) -> int:
+    """Count the inputs of all blocks of a rank, when most are kept from forward to backward. Local.
+
+    Args:
+        stages: The rank's, by index in the whole model.
+        actions: What the rank does in a batch, in order.
+    """
+    of_stages = [0.0] * (max(stages) + 1)
+    for index, stage in stages.items():
+        of_stages[index] = sum(layer.costs.output_bytes for layer in stage.layers)
+    return int(max((num_bytes for _, _, num_bytes in live(actions, Costs(activation=of_stages))), default=0.0))
 
 
 def host_bytes() -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ from lightning_d9d.optim import MuonAdamW, StochasticAdamW, muon
 from lightning_d9d.optim.state_dtypes import SCALES, dtype_of_states, has_codes
 from lightning_d9d.parallel.data import num_shards
 
+_MOST_PARTS = 64
 _STEP_BYTES = 4
 """The step that optimizers count for each parameter, a float32 scalar."""
 
@@ -44,6 +45,16 @@ def gradient_bytes(
         for parameter in parameters
         if parameter.requires_grad
     )
+
+
+def part_bytes(num_bytes: int, bucket_bytes: int) -> int:
+    """Return how many bytes of gradients are updated together inside of a backward. Local.
+
+    Args:
+        num_bytes: All gradients. A large model's are updated in 64 parts: each costs launches and memory.
+        bucket_bytes: The size of a full bucket, which a part has at least.
+    """
+    return max(bucket_bytes, num_bytes // _MOST_PARTS)
 
 
 def gathered_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> int:

@@ -9,29 +9,33 @@ the next one, with the gradients of a gathered unit. So does the message that su
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
+from lightning_d9d.memory.layers import LayerOfRank, StageOfRank
 from lightning_d9d.memory.spread import Share
-from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, compute_parts
-from lightning_d9d.schedule.layers import LayerCosts, Moment
 
-_WORKSPACE = 33 * 2**20
+WORKSPACE = 33 * 2**20
 """The workspace of cuBLAS on Hopper, from torch's allocator: 32 MiB and 1 MiB (torch's `getChosenWorkspaceSize`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients of a step are kept.
-
-    `accumulates`: several backwards add up. `wide`: bytes of a number in a sum or in a bucket. `part_bytes`: gradients
-    that are there at once where the update is inside of the backward; None: it is not.
-    """
+    """How gradients of a step are kept."""
 
     accumulates: bool = False
+    """True if several backwards add up."""
+    accumulates_batches: bool = False
+    """True if those of several batches do, so that all gradients are there when a batch begins."""
     wide: int = 4
+    """Bytes of a number in a bucket."""
+    wide_units: int = 4
+    """Bytes of a number in a sum of FSDP2."""
+    reduces_each: bool = False
+    """True if FSDP2 reduces after each microbatch."""
     part_bytes: int | None = None
+    """Gradients that are there at once where the update is inside of the backward; None: it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ class PeakBytes:
     """Units of FSDP2 in whole, their gradients, and messages in which these are summed."""
     working: int = 0
     """Bytes of the layer that runs: results, gradients of results, logits, tokens on their way."""
-    constant: int = _WORKSPACE
+    constant: int = WORKSPACE
 
     @property
     def total(self) -> int:
@@ -54,92 +58,37 @@ class PeakBytes:
         return sum(getattr(self, each.name) for each in fields(self))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerOfRank:
-    """A layer as a rank has it: what it costs for a microbatch, and what it holds."""
-
-    costs: LayerCosts
-    """For all rows of a microbatch, on this rank."""
-    shares: tuple[Share, ...]
-    recompute: str = "none"
-    place: int = 0
-    """Its index among the blocks of its stage."""
-    wire_bytes: float = 0.0
-    """Tokens on their way to experts of other ranks and back, while they are."""
-
-    @property
-    def is_recomputed(self) -> bool:
-        """True if only its input is kept."""
-        if self.recompute in ("none", "selective", "attention"):
-            return False
-        return ParallelConfig(recompute=self.recompute).recomputes_block(self.place)
-
-    @property
-    def kept(self) -> float:
-        """Bytes from forward to backward."""
-        costs = self.costs
-        match self.recompute:
-            case "selective":
-                return costs.activation_bytes if costs.selective_bytes is None else costs.selective_bytes
-            case "attention":
-                return costs.activation_bytes if costs.attention_bytes is None else costs.attention_bytes
-            case "offload":
-                return 0.0
-        return costs.output_bytes if self.is_recomputed else costs.activation_bytes
-
-    @property
-    def forward_peak(self) -> float:
-        """The most while its forward runs, with what it keeps."""
-        return max(self.costs.forward_peak_bytes + self.wire_bytes, self.costs.activation_bytes)
-
-    @property
-    def moments(self) -> tuple[Moment, ...]:
-        """The moments of the backward; if they are unknown, that with the gradients of its weights."""
-        given = self.costs.backward_moments
-        return given or (Moment(0.0, self.costs.weight_bytes),)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageOfRank:
-    """A stage as a rank has it."""
-
-    layers: Sequence[LayerOfRank]
-    before: LayerOfRank | None = None
-    after: LayerOfRank | None = None
-
-    @property
-    def parts(self) -> list[LayerOfRank]:
-        """All layers in the order in which they run."""
-        return [*([self.before] if self.before else []), *self.layers, *([self.after] if self.after else [])]
-
-
-class _Gradients:
+class LayerGradients:
     """Gradients of a layer: what stays, what is fresh, and what FSDP2 adds."""
 
-    def __init__(self, layer: LayerOfRank, rules: GradientRules) -> None:
-        trained = [share for share in layer.shares if share.weight.is_trained]
-        self.fresh = sum(share.num_gathered * share.weight.dtype.itemsize for share in trained)
-        self.largest = max((share.num_gathered * share.weight.dtype.itemsize for share in trained), default=0)
+    def __init__(self, shares: Iterable[Share], rules: GradientRules) -> None:
+        trained = [share for share in shares if share.weight.is_trained]
+        self.fresh = sum(share.num_gathered * share.width for share in trained)
+        self.largest = max((share.num_gathered * share.width for share in trained), default=0)
         units = [share for share in trained if share.is_unit]
         rest = [share for share in trained if not share.is_unit]
         in_buckets = [share for share in rest if share.num_copies > 1 or rules.accumulates]
         own = [share for share in rest if not (share.num_copies > 1 or rules.accumulates)]
 
-        def wide(share: Share) -> int:
-            return max(rules.wide, share.weight.dtype.itemsize)
-
         self.stays = sum(share.numel * share.weight.dtype.itemsize for share in own)
-        self.stays += sum(share.numel * wide(share) for share in in_buckets)
-        self.of_shards = sum(share.numel * wide(share) for share in units)
-        self.message = sum(share.num_padded * wide(share) for share in units)
-        self.whole_units = sum(share.num_gathered * share.weight.dtype.itemsize for share in units)
-        self.whole_units_wide = sum(share.num_gathered * wide(share) for share in units)
-        self.adopts = sum(share.numel * wide(share) for share in in_buckets) > 0
+        self.stays += sum(share.numel * max(rules.wide, share.weight.dtype.itemsize) for share in in_buckets)
+        widths = [max(rules.wide_units, share.weight.dtype.itemsize) for share in units]
+        self.of_shards = sum(share.numel * wide for share, wide in zip(units, widths, strict=True))
+        self.message = sum(share.num_padded * wide for share, wide in zip(units, widths, strict=True))
+        self.whole_units = sum(share.num_gathered * share.width for share in units)
+        self.whole_units_wide = sum(share.num_gathered * wide for share, wide in zip(units, widths, strict=True))
+        self.adopts = any(share.numel for share in in_buckets)
+
+
+def gradients_at_end(shares: Iterable[Share], rules: GradientRules) -> int:
+    """Count the gradients of these weights at the end of a step, if the update comes behind it. Local."""
+    own = LayerGradients(shares, rules)
+    return own.stays + own.of_shards
 
 
 def gathered_bytes(layer: LayerOfRank) -> int:
     """Count the bytes of a layer's units when they are gathered. Local."""
-    return sum(share.num_gathered * share.weight.dtype.itemsize for share in layer.shares if share.is_unit)
+    return sum(share.num_gathered * share.width for share in layer.shares if share.is_unit)
 
 
 def peak(
@@ -150,6 +99,7 @@ def peak(
     states: int,
     rules: GradientRules,
     keeps_gathered: bool,
+    constant: int = WORKSPACE,
 ) -> PeakBytes:
     """Find the moment of a step at which a rank has allocated most. [Note: what is there when]. Local.
 
@@ -160,20 +110,23 @@ def peak(
         states: Bytes of its optimizer states.
         rules: How gradients are kept.
         keeps_gathered: Whether fully sharded stages stay gathered over a batch.
+        constant: Bytes of workspaces.
     """
-    return _Walk(stages, weights, states, rules, keeps_gathered).run(actions)
+    at_rest = PeakBytes(weights=weights, states=states, constant=constant)
+    return _Walk(stages, at_rest, rules, keeps_gathered).run(actions)
 
 
 class _Walk:
     def __init__(
-        self, stages: Mapping[int, StageOfRank], weights: int, states: int, rules: GradientRules, keeps: bool
+        self, stages: Mapping[int, StageOfRank], at_rest: PeakBytes, rules: GradientRules, keeps: bool
     ) -> None:
         self.stages = stages
-        self.base = weights, states
+        self.at_rest = at_rest
         self.rules = rules
         self.keeps = keeps
+        self.sums_late = (keeps or rules.accumulates_batches) and not rules.reduces_each
         self.gradients = {
-            (index, place): _Gradients(layer, rules)
+            (index, place): LayerGradients(layer.shares, rules)
             for index, stage in stages.items()
             for place, layer in enumerate(stage.parts)
         }
@@ -181,7 +134,11 @@ class _Walk:
         self.there = 0.0  # gradients
         self.has_gradients: set[int] = set()
         self.kept_stages = sum(gathered_bytes(part) for stage in stages.values() for part in stage.parts)
-        self.best = PeakBytes(weights=weights, states=states)
+        self.best = at_rest
+        if rules.accumulates_batches:  # those of the batches before
+            self.has_gradients = set(stages)
+            for own in self.gradients.values():
+                self.there += own.stays + (own.whole_units_wide if self.sums_late else own.of_shards)
 
     def run(self, actions: Sequence[Action]) -> PeakBytes:
         remaining: dict[int, int] = {}
@@ -211,11 +168,9 @@ class _Walk:
         return self.best
 
     def note(self, working: float, gathered: float = 0.0, gradients: float = 0.0) -> None:
-        weights, states = self.base
         gathered += self.kept_stages if self.keeps else 0
-        now = PeakBytes(
-            weights=weights,
-            states=states,
+        now = replace(
+            self.at_rest,
             gradients=int(self.there + gradients),
             activations=int(self.activations),
             gathered=int(gathered),
@@ -294,7 +249,7 @@ class _Walk:
             self.settle(own, is_first=is_first, is_last=is_last)
         self.has_gradients.add(index)
 
-    def settle(self, own: _Gradients, *, is_first: bool, is_last: bool) -> None:
+    def settle(self, own: LayerGradients, *, is_first: bool, is_last: bool) -> None:
         """Count the gradients that a layer's backward leaves behind."""
         if self.rules.part_bytes is not None and not self.rules.accumulates:
             self.there = min(self.there + own.stays + own.of_shards, self.rules.part_bytes)
@@ -302,6 +257,6 @@ class _Walk:
         if is_first:
             self.there += own.stays
             if own.of_shards:
-                self.there += own.of_shards if is_last or not self.keeps else own.whole_units_wide
-        elif is_last and own.of_shards and self.keeps:
+                self.there += own.of_shards if is_last or not self.sums_late else own.whole_units_wide
+        elif is_last and own.of_shards and self.sums_late:
             self.there += own.of_shards - own.whole_units_wide

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -107,6 +108,8 @@ class Share:
     num_copies: int
     is_unit: bool
     """True if FSDP2 gathers and reduces it."""
+    gather_dtype: torch.dtype | None = None
+    """The dtype that FSDP2 gathers it in; None: its own."""
 
     @property
     def numel(self) -> int:
@@ -117,6 +120,11 @@ class Share:
     def num_gathered(self) -> int:
         """Elements when it is gathered."""
         return math.prod(self.gathered)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of the weight that products read, and of its fresh gradient."""
+        return ((self.gather_dtype if self.is_unit else None) or self.weight.dtype).itemsize
 
     @property
     def num_padded(self) -> int:
@@ -141,29 +149,52 @@ def weights_of(model: nn.Module, shard_blocks: Sequence[str] | None = None) -> M
         model: One stage that has everything.
         shard_blocks: As `ParallelConfig.shard_blocks`.
     """
-    described = _described(model)
-    blocks = blocks_of(model, shard_blocks)
-    block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block.parameters()}
-    before: list[Weight] = []
-    layers: list[list[Weight]] = [[] for _ in blocks]
-    after: list[Weight] = []
-    for parameter in model.parameters():
-        if parameter in block_of:
-            layers[block_of[parameter]].append(described[parameter])
-        else:
-            is_before = described[parameter].part is Part.EMBEDDING
-            (before if is_before else after).append(described[parameter])
+    described = described_parameters(model)
+    parts = parts_of(model, described, shard_blocks)
+    before = [described[each] for each in parts.before]
+    layers = [[described[each] for each in layer] for layer in parts.layers]
+    after = [described[each] for each in parts.after]
     is_tied = any(isinstance(each, LMHead) and each.weight is None for each in model.modules())
     tied = tuple(each for each in before if each.part is Part.EMBEDDING) if is_tied else ()
     return ModelWeights(before=tuple(before), layers=tuple(map(tuple, layers)), after=tuple(after), tied=tied)
+
+
+class StageParts(NamedTuple):
+    """The parameters of a stage as it runs."""
+
+    before: list[nn.Parameter]
+    layers: list[list[nn.Parameter]]
+    after: list[nn.Parameter]
+
+
+def parts_of(
+    stage: nn.Module, described: Mapping[nn.Parameter, Weight], shard_blocks: Sequence[str] | None = None
+) -> StageParts:
+    """Return the parameters before, in and behind the blocks of a stage. Local.
+
+    Args:
+        stage: A stage or a whole model.
+        described: Its `described_parameters`.
+        shard_blocks: As `ParallelConfig.shard_blocks`.
+    """
+    blocks = blocks_of(stage, shard_blocks)
+    block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block.parameters()}
+    found = StageParts([], [[] for _ in blocks], [])
+    for parameter in stage.parameters():
+        if parameter in block_of:
+            found.layers[block_of[parameter]].append(parameter)
+        else:
+            is_before = described[parameter].part is Part.EMBEDDING
+            (found.before if is_before else found.after).append(parameter)
+    return found
 
 
 _Rule = tuple[nn.Module, Part, Cut, int, int]
 """A module, what its parameters are for, and what cuts them: along which dim, with how many heads."""
 
 
-def _described(model: nn.Module) -> dict[nn.Parameter, Weight]:
-    """Describe each parameter by the modules that own it."""
+def described_parameters(model: nn.Module) -> dict[nn.Parameter, Weight]:
+    """Describe each parameter by the modules that own it; DTensors have the shape of the whole. Local."""
     found: dict[nn.Parameter, Weight] = {}
     inside = {part for moe in model.modules() if isinstance(moe, SparseMoE) for part in moe.modules()}
     adapters: list[_Rule] = [
@@ -240,6 +271,7 @@ class Spread:
         self._shards = mesh.data_parallel_shard * mesh.context_parallel_shard
         self._fsdp_of_experts = mesh.expert_weights()[Axis.EP_FSDP]
         self._apart = mesh.expert_parallel * mesh.tensor_parallel * mesh.context_parallel_replicate > 1
+        self._gather_dtype = parallel.dtypes[0]
         self._has_units = self._shards > 1 and (
             self._fsdp_of_experts > 1 or parallel.gather_dtype is not None or parallel.offload
         )
@@ -274,6 +306,7 @@ class Spread:
             num_shards=num_shards,
             num_copies=self.num_ranks // num_parts // num_shards,
             is_unit=is_unit,
+            gather_dtype=self._gather_dtype,
         )
 
     def shares(self, weights: Iterable[Weight]) -> list[Share]:

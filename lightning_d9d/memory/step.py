@@ -2,48 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 
-from lightning_d9d.memory.activations import Activations
+from lightning_d9d.memory.held import StagesHeld
+from lightning_d9d.memory.peak import WORKSPACE, PeakBytes
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Memory of a device beside what is allocated."""
+
+    workspace: int = WORKSPACE
+    """Bytes that libraries allocate."""
+    pools: int = 256 * 2**20
+    """Bytes of the allocator's pools of small blocks."""
+    fragments: float = 0.06
+    """The share of what is allocated that fragments take. It and `pools` were chosen with one H200 in view that had
+    129 GiB for 121 (docs/benchmarks/whole-model.md)."""
+    outside: int = 700 * 2**20
+    """Bytes of CUDA's context and libraries, and of nccl's buffers, which torch does not know. Assumed."""
+
+    def reserved(self, allocated: int) -> int:
+        """Return the bytes that torch's allocator has of the device. Local."""
+        return int(allocated * (1 + self.fragments)) + self.pools
+
+    def needed(self, allocated: int) -> int:
+        """Return the bytes of the device, with those that torch does not know. Local."""
+        return self.reserved(allocated) + self.outside
+
+    def allocatable(self, device: int) -> int:
+        """Return the most that can be allocated on a device with so many bytes. Local."""
+        return max(0, int((device - self.outside - self.pools) / (1 + self.fragments)))
+
+
+GPU_OVERHEAD = Overhead()
+HOST_OVERHEAD = Overhead(workspace=0, pools=0, outside=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank at the moment of a step that needs most, by what they are for."""
+    """Bytes on one rank at the moment of a step that needs most."""
 
-    weights: int
-    gradients: int
-    """All that are there at once."""
-    states: int | None
-    """States of the optimizer; None: unknown."""
-    activations: int | None = None
-    """None: unknown."""
-    beside_gradients: int = 0
-    """Activations that are there at once with all gradients. One microbatch has none: gradients take the place of
-    activations while the backward goes on."""
-    buffers: int = 0
-    """Gathered weights, and tokens on their way to experts."""
-
-    @property
-    def certain(self) -> int:
-        """Weights, gradients and states: what every step needs at its end."""
-        return self.weights + self.gradients + (self.states or 0)
+    peak: PeakBytes
+    certain: int
+    """Weights, all gradients and states: what every step needs at its end."""
+    knows_states: bool = True
+    knows_activations: bool = True
+    overhead: Overhead = HOST_OVERHEAD
 
     @property
     def total(self) -> int:
         """The sum of what is there at once, `certain` or more; parts that are unknown count 0."""
-        moving = max(self.activations or 0, self.gradients + self.beside_gradients)
-        return self.weights + (self.states or 0) + moving + self.buffers
+        return max(self.peak.total, self.certain)
+
+    @property
+    def needed(self) -> int:
+        """The bytes of the device that the step needs, with fragments and what torch does not know."""
+        return self.overhead.needed(self.total)
 
     def __str__(self) -> str:
-        parts = []
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name != "beside_gradients":
-                parts.append(f"{each.name} {'unknown' if value is None else gib(value)}")
-        return ", ".join(parts)
+        peak = self.peak
+        parts = {
+            "weights": peak.weights,
+            "gradients": peak.gradients,
+            "states": peak.states if self.knows_states else None,
+            "activations": peak.activations + peak.working if self.knows_activations else None,
+            "buffers": peak.gathered + peak.constant,
+        }
+        return ", ".join(f"{name} {'unknown' if value is None else gib(value)}" for name, value in parts.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,36 +94,60 @@ class StepMemory:
 
     weights: int
     gradients: int
+    """All gradients at the end of a step."""
     gradients_in_backward: int
     """Gradients that are there at once if the update is inside of the backward."""
     states: int | None
     eight_bit_states: int | None
     """None: the optimizer is of another kind."""
     gathered: int = 0
-    """Buffers of gathered weights."""
-    activations: Activations | None = None
-    """None: the model does not say."""
+    """Buffers of gathered weights, where nothing is known of activations."""
+    held: StagesHeld | None = None
+    """The rank's stages and what it does with them. None: the model does not say."""
     accumulates: bool = False
-    """True if the gradients of several microbatches add up, so that none is free before the last one."""
-    accumulates_batches: bool = False
-    """True if those of several batches do, so that all are there while a batch has all its activations."""
+    """True if several backwards add up to a step, so that no gradient is free before the last one."""
+    overhead: Overhead = HOST_OVERHEAD
+    _found: dict[StepSettings, RankMemory] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def of(self, settings: StepSettings) -> RankMemory:
-        """Return the memory of a step with these settings."""
-        in_backward = settings.step_in_backward and not (self.accumulates or self.accumulates_batches)
+        """Return the memory of a step with these settings. Local."""
+        alone = replace(settings, num_ranks=1)
+        if alone not in self._found:
+            self._found[alone] = self._of(alone)
+        found, ranks = self._found[alone], settings.num_ranks
+        peak = found.peak
+        shared = replace(
+            peak, weights=peak.weights // ranks, gradients=peak.gradients // ranks, states=peak.states // ranks
+        )
+        return replace(found, peak=shared, certain=found.certain // ranks)
+
+    def _of(self, settings: StepSettings) -> RankMemory:
+        in_backward = settings.step_in_backward and not self.accumulates
         gradients = self.gradients_in_backward if in_backward else self.gradients
         states = self.eight_bit_states if settings.eight_bits else self.states
-        kept, buffers = None, self.gathered
-        if self.activations is not None and settings.num_rows is not None:
-            kept = self.activations.kept(settings.recompute, settings.num_rows)
-            buffers += self.activations.dispatch_bytes(settings.num_rows)
+        peak = None
+        if self.held is not None and settings.num_rows is not None:
+            peak = self.held.peak(
+                settings.recompute,
+                settings.num_rows,
+                weights=self.weights,
+                states=states or 0,
+                part_bytes=self.gradients_in_backward if in_backward else None,
+                constant=self.overhead.workspace,
+            )
+        at_end = PeakBytes(
+            weights=self.weights,
+            gradients=gradients,
+            states=states or 0,
+            gathered=self.gathered,
+            constant=self.overhead.workspace,
+        )
         return RankMemory(
-            weights=self.weights // settings.num_ranks,
-            gradients=gradients // settings.num_ranks,
-            states=None if states is None else states // settings.num_ranks,
-            activations=None if kept is None else kept.most,
-            beside_gradients=0 if kept is None else kept.most if self.accumulates_batches else kept.beside_gradients,
-            buffers=buffers,
+            peak=peak or at_end,
+            certain=self.weights + gradients + (states or 0),
+            knows_states=states is not None,
+            knows_activations=peak is not None,
+            overhead=self.overhead,
         )
 
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lightning_d9d.memory.layers import LayerOfRank
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.spread import Cut, Part, Share
 from lightning_d9d.mesh import Axis
@@ -38,6 +39,11 @@ class Sent(NamedTuple):
     num_bytes: float
     """The bytes that this rank sends."""
     num_messages: int
+
+    @property
+    def is_ring(self) -> bool:
+        """True if each rank sends to the next one alone."""
+        return self.kind != "all_to_all"
 
 
 def share_sent(num_ranks: int) -> float:
@@ -66,14 +72,16 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     copies = mesh.data_parallel_replicate * mesh.context_parallel_replicate
     for share in held:
-        width, wide = share.weight.dtype.itemsize, max(model.sum_bytes, share.weight.dtype.itemsize)
+        wide = max(model.unit_sum_bytes if share.is_unit else model.sum_bytes, share.weight.dtype.itemsize)
         is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
         axis, span = (
             (Axis.EP_FSDP, mesh.expert_parallel * share.num_shards) if is_apart else (Axis.DP_CP_SHARD, shards * inner)
         )
         if share.is_unit:
             ring = share.num_padded * share_sent(share.num_shards)
-            of_gather = Sent("all_gather", "weights", axis, share.num_shards, span, gathers * ring * width, gathers)
+            of_gather = Sent(
+                "all_gather", "weights", axis, share.num_shards, span, gathers * ring * share.width, gathers
+            )
             yield of_gather
             if share.weight.is_trained:
                 yield Sent("reduce_scatter", "gradients", axis, share.num_shards, span, ring * wide, 1)
@@ -91,48 +99,62 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
 
 def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
     """Yield messages of activations, in all microbatches."""
-    mesh, spread = model.mesh, model.spread()
+    for stage in model.stages(rank, model.spread()).values():
+        for layer in stage.layers:
+            yield from of_layer(model, layer, model.num_microbatches)
+        if stage.after is not None:
+            yield from of_head(model, model.num_microbatches)
+
+
+def of_layer(model: RankModel, layer: LayerOfRank, number: int) -> Iterator[Sent]:
+    """Yield messages of a layer's tokens in so many microbatches. Local."""
+    mesh = model.mesh
     tp, ep = mesh.tensor_parallel, mesh.expert_parallel
     cp = mesh.context_parallel_shard * mesh.context_parallel_replicate
     again = model.parallel.recompute in ("full", "offload")
-    for stage in model.stages(rank, spread).values():
-        for layer in stage.layers:
-            number = model.num_microbatches
-            weights = {share.weight.cut: share.weight for share in layer.shares}
-            width = layer.shares[0].weight.dtype.itemsize
-            tokens = model.share_of_row * model.tokens
-            hidden = layer.costs.output_bytes / tokens
-            if ep > 1 and layer.costs.dispatch_bytes:
-                top_k = layer.costs.dispatch_bytes / layer.costs.output_bytes
-                rows = tokens * min(top_k, ep) * share_sent(ep)
-                once = rows * (hidden + 2 * top_k * _WIDE) + 2 * ep * 8 * (ep - 1)
-                back = rows * (3 * hidden + 2 * top_k * _WIDE)
-                sends = number * (back + once * (2 if again else 1))
-                yield Sent("all_to_all", "tokens to experts", "ep", ep, ep, sends, number * (9 if again else 6))
-            if tp > 1:
-                times = 2 * (1 if Cut.EXPERTS in weights else 2)
-                ring = number * times * tp * tokens * hidden * share_sent(tp)
-                yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring * (1.5 if again else 1), number * times)
-                yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, number * times)
-            if cp > 1:
-                yield from _of_context(model, layer.shares, tokens * tp, width, cp)
-        if stage.after is not None and tp > 1:
-            tokens = model.share_of_row * model.tokens
-            hidden = model.costs.layers[0].output_bytes / model.tokens
-            ring = model.num_microbatches * 2 * tp * tokens * hidden * share_sent(tp)
-            losses = model.num_microbatches * NUMBERS_OF_A_LOSS * _WIDE * tokens * tp * (tp - 1)
-            yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring + losses, 4 * model.num_microbatches)
-            yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, 2 * model.num_microbatches)
+    is_sparse = any(share.weight.cut is Cut.EXPERTS for share in layer.shares)
+    width = layer.shares[0].weight.dtype.itemsize
+    tokens = model.share_of_row * model.tokens
+    hidden = layer.costs.output_bytes / tokens
+    if ep > 1 and layer.costs.dispatch_bytes:
+        top_k = layer.costs.dispatch_bytes / layer.costs.output_bytes
+        rows = tokens * min(top_k, ep) * share_sent(ep)
+        once = rows * (hidden + 2 * top_k * _WIDE) + 2 * ep * 8 * (ep - 1)
+        back = rows * (3 * hidden + 2 * top_k * _WIDE)
+        sends = number * (back + once * (2 if again else 1))
+        yield Sent("all_to_all", "tokens to experts", "ep", ep, ep, sends, number * (9 if again else 6))
+    if tp > 1:
+        times = 2 * (1 if is_sparse else 2)
+        ring = number * times * tp * tokens * hidden * share_sent(tp)
+        yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring * (1.5 if again else 1), number * times)
+        yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, number * times)
+    if cp > 1:
+        yield from _of_context(model, layer.shares, tokens * tp, width, cp, number)
 
 
-def _of_context(model: RankModel, shares: Sequence[Share], tokens: float, width: int, cp: int) -> Iterator[Sent]:
+def of_head(model: RankModel, number: int) -> Iterator[Sent]:
+    """Yield messages of the head and its loss in so many microbatches. Local."""
+    tp = model.mesh.tensor_parallel
+    if tp == 1:
+        return
+    tokens = model.share_of_row * model.tokens
+    hidden = model.costs.layers[0].output_bytes / model.tokens
+    ring = number * 2 * tp * tokens * hidden * share_sent(tp)
+    losses = number * NUMBERS_OF_A_LOSS * _WIDE * tokens * tp * (tp - 1)
+    yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring + losses, 4 * number)
+    yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, 2 * number)
+
+
+def _of_context(
+    model: RankModel, shares: Sequence[Share], tokens: float, width: int, cp: int, number: int
+) -> Iterator[Sent]:
     """Yield the messages of a layer because others have parts of its sequences.
 
     With "gather" keys and values go out in forward and backward, then all their gradients, in float32. With "ring" both
     go round, and in the backward their gradients. With "heads" queries, keys, values, the result and their gradients
     go out.
     """
-    number, tp = model.num_microbatches, model.mesh.tensor_parallel
+    tp = model.mesh.tensor_parallel
     cut = [share.gathered[0] for share in shares if share.weight.cut is Cut.HEADS and len(share.gathered) > 1]
     if not cut:
         return

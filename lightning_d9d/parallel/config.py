@@ -152,6 +152,17 @@ class ParallelConfig:
         gathered, reduced = (name and getattr(torch, name) for name in (self.gather_dtype, self.reduce_dtype))
         return gathered, reduced
 
+    def keeps_gathered(self, *, num_stages: int, is_one_microbatch: bool) -> bool:
+        """Return whether fully sharded stages stay gathered over a batch, unless a schedule that splits asks for it.
+
+        Args:
+            num_stages: Pipeline ranks.
+            is_one_microbatch: Whether a batch is never more.
+        """
+        if self.reshard_after_forward == "auto":
+            return num_stages > 1 or not is_one_microbatch
+        return not self.reshard_after_forward
+
     def recomputes_block(self, place: int) -> bool:
         """Return whether all of the block at this place in its stage is recomputed."""
         if (part := self._recomputed_of) is not None:

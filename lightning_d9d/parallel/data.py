@@ -205,16 +205,32 @@ def is_of_experts(parameter: nn.Parameter) -> bool:
 
 def num_shards(parameter: nn.Parameter) -> int:
     """Return the number of ranks over which `fully_shard` sharded a parameter, excluding other parallelism."""
+    return math.prod(size for size, _ in _shards(parameter))
+
+
+def gathered_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter as `fully_shard` gathers it, still cut by tensor and expert parallelism.
+
+    Rows that ranks cannot share evenly count as this rank has them.
+    """
+    shape = list(local(parameter).shape)
+    for size, placement in _shards(parameter):
+        dim = placement.dim
+        shape[dim] = min(shape[dim] * size, parameter.shape[dim])
+    return tuple(shape)
+
+
+def _shards(parameter: nn.Parameter) -> list[tuple[int, Any]]:
+    """Return the number of ranks, and the placement, of each axis over which `fully_shard` sharded a parameter."""
     if not isinstance(parameter, DTensor):
-        return 1
+        return []
     mesh, others = parameter.device_mesh, {Axis.TP, Axis.TP_SHARD, Axis.TP_REPLICATE, Axis.EP_SHARD}
     names = mesh.mesh_dim_names or ()
-    axes = [
-        axis
+    return [
+        (mesh.size(axis), placed)
         for axis, placed in enumerate(parameter.placements)
         if not placed.is_replicate() and names[axis] not in others
     ]
-    return math.prod(mesh.size(axis) for axis in axes)
 
 
 def shard_dim(dims: Sequence[int], num_shards: int) -> int:

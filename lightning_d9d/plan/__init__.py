@@ -4,8 +4,21 @@ The arithmetic of memory and traffic is `lightning_d9d.memory`'s, which the stra
 """
 
 from lightning_d9d.plan.machine import MachineTable, machine_of, shipped
+from lightning_d9d.plan.measure import Sizes, measure
 from lightning_d9d.plan.page import write_page
 from lightning_d9d.plan.planning import Plan, RankPlan, plan, plan_of
 from lightning_d9d.plan.search import search
 
-__all__ = ["MachineTable", "Plan", "RankPlan", "machine_of", "plan", "plan_of", "search", "shipped", "write_page"]
+__all__ = [
+    "MachineTable",
+    "Plan",
+    "RankPlan",
+    "Sizes",
+    "machine_of",
+    "measure",
+    "plan",
+    "plan_of",
+    "search",
+    "shipped",
+    "write_page",
+]

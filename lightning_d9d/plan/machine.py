@@ -6,12 +6,21 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_d9d.errors import ConfigError, did_you_mean, reason
+from lightning_d9d.memory import GPU_OVERHEAD
 from lightning_d9d.schedule import Machine
 
 _SHIPPED = Path(__file__).with_name("machines.json")
+
+
+class AttentionRate(NamedTuple):
+    """Operations a second of attention for rows of a length."""
+
+    tokens: int
+    forward_flops: float
+    backward_flops: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +58,36 @@ class MachineTable:
     """Seconds that an action of a pipeline takes beside its kernels."""
     host_share: float
     """The share of their time that kernels take longer in a step than alone."""
+    attention_by_tokens: tuple[AttentionRate, ...] = ()
+    """Rates of attention by the length of a row. The nearest length counts, in place of the two rates above."""
+    launch_seconds: float = 0.0
+    """Seconds that the host takes to launch a kernel, as measured, for people; 0: it was not."""
     source: str
     not_measured: tuple[str, ...] = ()
     """The fields that come from data sheets, other devices, fits or assumptions; `source` says which."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "not_measured", tuple(self.not_measured))
+        object.__setattr__(
+            self, "attention_by_tokens", tuple(AttentionRate(*each) for each in self.attention_by_tokens)
+        )
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type in ("float", "int"):
                 is_number = isinstance(value, int | float) and math.isfinite(value)
-                if not is_number or value < 0 or (value == 0 and each.name not in ("host_share", "latency")):
+                may_be_zero = each.name in ("host_share", "latency", "launch_seconds")
+                if not is_number or value < 0 or (value == 0 and not may_be_zero):
                     raise ConfigError(f"a machine's {each.name}={value!r} must be a number above 0")
 
     @property
     def memory_bytes(self) -> int:
         """The memory that torch can have."""
         return int(self.memory_gib * 2**30)
+
+    @property
+    def allocatable(self) -> int:
+        """The memory that torch can give to tensors."""
+        return GPU_OVERHEAD.allocatable(self.memory_bytes)
 
     @property
     def rates(self) -> Machine:
@@ -79,13 +101,26 @@ class MachineTable:
             link_bytes_per_second=self.node_link_bytes / 2,
             link_latency=self.latency,
             action_seconds=self.action_seconds,
+            gpus_per_node=self.gpus_per_node,
+            exchange_bytes_per_second=self.node_link_bytes,
+            network_bytes_per_second=self.network_bytes,
+            host_share=self.host_share,
         )
 
-    def link(self, span: int) -> tuple[str, float]:
-        """Return which link joins so many consecutive ranks, and its bytes a second."""
-        if span <= self.gpus_per_node:
-            return "node", self.node_link_bytes
-        return "network", self.network_bytes
+    def rates_for(self, tokens: int) -> Machine:
+        """Return the rates for rows of a length. Local."""
+        if not self.attention_by_tokens:
+            return self.rates
+        nearest = min(self.attention_by_tokens, key=lambda each: abs(math.log(each.tokens / tokens)))
+        return replace(
+            self.rates,
+            attention_forward_flops_per_second=nearest.forward_flops,
+            attention_backward_flops_per_second=nearest.backward_flops,
+        )
+
+    def link(self, span: int) -> str:
+        """Return which link joins so many consecutive ranks. Local."""
+        return "node" if span <= self.gpus_per_node else "network"
 
     def save(self, path: str | Path, name: str) -> None:
         """Write it to a file, which `machine_of` reads.

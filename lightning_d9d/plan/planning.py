@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.memory.parameters import states_of
+from lightning_d9d.memory import GPU_OVERHEAD, HostMemory
 from lightning_d9d.memory.peak import PeakBytes
 from lightning_d9d.memory.rank import RankModel
-from lightning_d9d.memory.spread import Part, Share, elements, in_dtype, weights_of
+from lightning_d9d.memory.row_costs import peak_of, row_costs
+from lightning_d9d.memory.spread import Part, Share, elements
 from lightning_d9d.memory.traffic import Sent, traffic
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.metrics import Convention, StepFlops
-from lightning_d9d.pipeline.partition import distribute_layers
 from lightning_d9d.plan.machine import MachineTable, machine_of
 from lightning_d9d.plan.seconds import Timed, timed
 from lightning_d9d.schedule import Auto, ModelCosts, Schedule
+from lightning_d9d.strategy.described import RunSettings, layers_of
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.staging import with_dtypes
 from lightning_d9d.strategy.strategy import D9DStrategy
-
-_RESERVED_SHARE, _RESERVED_BYTES = 0.06, 256 * 2**20
-"""The share and the bytes that the allocator has beside what is allocated: fragments, and pools of small blocks.
-They are chosen with one H200 in view that had 129 GiB for 121 (docs/benchmarks/whole-model.md)."""
-_OUTSIDE_BYTES = 700 * 2**20
-"""The bytes of CUDA's context and libraries, and buffers of nccl, which torch does not know. Assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +37,20 @@ class RankPlan:
     num_ranks: int
     """Ranks that are like it."""
     elements: dict[Part, int]
+    gradients: int
+    """Bytes of gradients at the end of a step."""
     peak: PeakBytes
     sent: tuple[Sent, ...]
 
     @property
     def reserved(self) -> int:
         """Bytes that torch's allocator has of the device."""
-        return int(self.peak.total * (1 + _RESERVED_SHARE)) + _RESERVED_BYTES
+        return GPU_OVERHEAD.reserved(self.peak.total)
 
     @property
     def needed(self) -> int:
         """Bytes of the device, with those that torch does not know."""
-        return self.reserved + _OUTSIDE_BYTES
+        return GPU_OVERHEAD.needed(self.peak.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +67,8 @@ class Plan:
     """Operations of a rank and step, by convention."""
     num_parameters: int
     checkpoint_bytes: int
-    host_bytes: int
-    """Bytes of a node for copies of checkpoints."""
+    host: HostMemory
+    """Memory of a node's host, where all ranks are like the one that needs most."""
     clips: bool = True
 
     @property
@@ -116,6 +114,7 @@ class Plan:
                     "layers": each.layers,
                     "num_ranks": each.num_ranks,
                     "elements": {str(part): value for part, value in each.elements.items()},
+                    "gradient_bytes": each.gradients,
                     "bytes": asdict(each.peak),
                     "allocated_bytes": each.peak.total,
                     "reserved_bytes": each.reserved,
@@ -126,7 +125,7 @@ class Plan:
             ],
             "missing_bytes": max(0, self.missing),
             "checkpoint_bytes": self.checkpoint_bytes,
-            "host_bytes": self.host_bytes,
+            "host_bytes": asdict(self.host),
             "bubble": self.timed.bubble_ratio,
             "step_seconds": self.step_seconds,
             "seconds": asdict(seconds),
@@ -181,6 +180,7 @@ def plan(
         tokens=tokens,
         precision=precision,
         accumulates_batches=accumulates_batches,
+        memory=table.allocatable,
     )
     return plan_of(
         model,
@@ -223,6 +223,7 @@ def rank_model(
     accumulates_batches: bool = False,
     mesh: MeshConfig | None = None,
     schedule: Schedule | None = None,
+    memory: int | None = None,
 ) -> RankModel:
     """Return all that memory and time follow from. Local.
 
@@ -236,6 +237,7 @@ def rank_model(
         accumulates_batches: Whether several batches make a step.
         mesh: In place of the strategy's.
         schedule: In place of the strategy's.
+        memory: Bytes that a rank may allocate, where `Auto` chooses; None: no cap but its own.
 
     Raises:
         ConfigError: The mesh is impossible, or the module does not say what its layers cost.
@@ -249,38 +251,65 @@ def rank_model(
         raise ConfigError(f"plan needs a D9DStrategy, and got {type(strategy).__name__}; give trainer.strategy one")
     mesh = (mesh or strategy.mesh_config).resolve(world_size)
     costs = costs_of_length(module, precision)(tokens)
-    whole = module.whole_on_meta()
+    check_stages(mesh, costs)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    weights = in_dtype(weights_of(whole.stages[0], strategy.parallel.shard_blocks), dtype)
-    check_mesh(mesh, costs, weights.layers)
-    schedule, number = schedule or strategy.schedule, None
+    settings = RunSettings(
+        mesh=mesh,
+        parallel=with_dtypes(strategy.parallel, strategy.grad_sync, autocasts=precision.endswith("-mixed")),
+        grad_sync=strategy.grad_sync,
+        step_in_backward=strategy.step_in_backward,
+        accumulates_batches=accumulates_batches,
+    )
+    model = settings.rank_model(module, costs, dtype, tokens=tokens)
+    if model is None:
+        raise ConfigError(
+            f"{type(module).__name__} has other blocks than model_costs has layers ({len(costs.layers)}): blocks are "
+            "the entries of its ModuleLists, or of the classes that ParallelConfig.shard_blocks names"
+        )
+    check_mesh(mesh, costs, model.weights.layers)
+    schedule = schedule or strategy.schedule
     if isinstance(schedule, Auto):
-        choice = schedule.choose(mesh.pipeline_parallel, costs, state_ratio=4.0)
-        schedule, number = choice.schedule, choice.num_microbatches
-    number = strategy.microbatch_count.of(rows) if number is None else number
+        return _chosen(model, schedule, memory)
+    number = strategy.microbatch_count.of(rows)
     if not schedule.takes(mesh.pipeline_parallel, number):
         raise ConfigError(
             f"{type(schedule).__name__} cannot run {number} microbatches on {mesh.pipeline_parallel} pipeline ranks; "
             "give other microbatches or rows"
         )
     num_stages = len(schedule.placement(mesh.pipeline_parallel))
-    sums = strategy.grad_sync.dtype
-    return RankModel(
-        weights=weights,
-        costs=costs,
-        tokens=tokens,
-        mesh=mesh,
+    return replace(
+        model,
         schedule=schedule,
         layers_of_stages=layers_of(module, len(costs.layers), num_stages),
         rows=-(-rows // number),
         num_microbatches=number,
-        parallel=strategy.parallel,
-        accumulates_batches=accumulates_batches,
-        sum_bytes=4 if sums == "auto" else getattr(torch, sums).itemsize,
-        step_in_backward=strategy.step_in_backward,
-        bucket_bytes=int(strategy.grad_sync.bucket_mb * 2**20),
-        state_bytes=_state_bytes(whole),
     )
+
+
+def _chosen(model: RankModel, auto: Auto, memory: int | None) -> RankModel:
+    """Return the model with what `Auto` chooses."""
+    pp = model.mesh.pipeline_parallel
+    choice = auto.choose(pp, row_costs(model), state_ratio=0.0, device_memory=memory, peak=peak_of(model))
+    return replace(
+        model,
+        schedule=choice.schedule,
+        layers_of_stages=choice.layers_of_stage,
+        rows=choice.microbatch_size,
+        num_microbatches=choice.num_microbatches,
+    )
+
+
+def check_stages(mesh: MeshConfig, costs: ModelCosts) -> None:
+    """Refuse more pipeline ranks than layers. Local.
+
+    Raises:
+        ConfigError: The message has both.
+    """
+    if mesh.pipeline_parallel > len(costs.layers):
+        raise ConfigError(
+            f"pipeline_parallel={mesh.pipeline_parallel} of a model with {len(costs.layers)} layers; a stage has at "
+            f"least one, so give {len(costs.layers)} or less"
+        )
 
 
 def check_mesh(mesh: MeshConfig, costs: ModelCosts, layers: Sequence[Sequence[Any]]) -> None:
@@ -289,11 +318,7 @@ def check_mesh(mesh: MeshConfig, costs: ModelCosts, layers: Sequence[Sequence[An
     Raises:
         ConfigError: The message names the degree, what it is to divide, and a remedy.
     """
-    if mesh.pipeline_parallel > len(costs.layers):
-        raise ConfigError(
-            f"pipeline_parallel={mesh.pipeline_parallel} of a model with {len(costs.layers)} layers; a stage has at "
-            f"least one, so give {len(costs.layers)} or less"
-        )
+    check_stages(mesh, costs)
     for weight in {weight for layer in layers for weight in layer}:
         degree, name, size = 1, "", 1
         if weight.part is Part.EXPERTS:
@@ -308,24 +333,6 @@ def check_mesh(mesh: MeshConfig, costs: ModelCosts, layers: Sequence[Sequence[An
             raise ConfigError(f"MeshConfig.{name}={degree} does not divide {size} of {weight.part}; give a divisor")
     if mesh.expert_parallel > 1 and not any(w.part is Part.EXPERTS for layer in layers for w in layer):
         raise ConfigError(f"MeshConfig.expert_parallel={mesh.expert_parallel} of a model without experts; leave it 1")
-
-
-def layers_of(module: D9DModule, num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Return the layers of each stage, as the module cuts them, or evenly. Local."""
-    own = getattr(module, "layers_of_stages", None)
-    return tuple(distribute_layers(num_layers, num_stages, 0, 0) if own is None else own(num_stages))
-
-
-def _state_bytes(whole: D9DModule) -> Callable[[Share], int]:
-    """Return the function that counts the bytes of the states of a share, by the module's own optimizer."""
-    try:
-        count = states_of(whole.make_optimizer())
-    except ConfigError:
-        count = None
-    if count is None:
-        return lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
-    counted = count
-    return lambda share: counted(torch.empty(share.shape, dtype=share.weight.dtype, device="meta"))
 
 
 def plan_of(
@@ -349,6 +356,7 @@ def plan_of(
                 layers=sum(len(model.layers_of_stages[stage]) for stage in stages),
                 num_ranks=per_rank,
                 elements=elements(held),
+                gradients=model.at_end(rank)[1],
                 peak=model.peak(rank),
                 sent=tuple(_merged(sent[rank])),
             )
@@ -363,7 +371,6 @@ def plan_of(
     saved = sum(w.numel * w.dtype.itemsize for w in model.weights.every)
     saved += sum(model.state_bytes(_whole(w)) for w in model.weights.every if w.is_trained)
     most = max(ranks, key=lambda each: each.needed)
-    copies = (most.peak.weights + most.peak.states) * asynchronous * min(machine.gpus_per_node, mesh.world_size)
     return Plan(
         model=model,
         machine=machine,
@@ -376,7 +383,7 @@ def plan_of(
         },
         num_parameters=model.weights.numel,
         checkpoint_bytes=saved,
-        host_bytes=copies,
+        host=model.host(most.rank, copies=asynchronous).times(min(machine.gpus_per_node, mesh.world_size)),
         clips=clips,
     )
 

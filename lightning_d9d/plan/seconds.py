@@ -10,16 +10,15 @@ seconds. The update reads and writes weights, gradients and states once, and the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from lightning_d9d.memory.peak import LayerOfRank, StageOfRank
+from lightning_d9d.memory.layers import StageOfRank
 from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.memory.row_costs import microbatch_costs
 from lightning_d9d.memory.spread import Share
 from lightning_d9d.memory.traffic import Sent
-from lightning_d9d.mesh import Axis
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.schedule import Costs, simulate
-from lightning_d9d.schedule.layers import LayerSeconds
 from lightning_d9d.schedule.simulate import Simulation
 
 _SLOWED = 0.35
@@ -75,11 +74,8 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
     num_stages = len(model.layers_of_stages)
     of_stages: list[_Stage | None] = [None] * num_stages
     for rank in range(pp):
-        stages = model.stages(rank, spread)
-        waits = sum(_seconds(each, machine) for each in sent[rank] if _is_waited_for(each))
-        per_action = waits / max(1, len(stages) * model.num_microbatches)
-        for index, stage in stages.items():
-            of_stages[index] = _stage(model, stage, machine, per_action)
+        for index, stage in model.stages(rank, spread).items():
+            of_stages[index] = _stage(model, stage, machine)
     known = [stage for stage in of_stages if stage is not None]
     costs = Costs(
         forward=[each.forward for each in known],
@@ -117,47 +113,28 @@ class _Stage:
     again: float
 
 
-def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable, messages: float) -> _Stage:
-    slower = 1 + machine.host_share
-    seconds = [_of_layer(each, machine) for each in stage.parts]
-    again = sum(_recomputed(each, machine) for each in stage.layers) * slower
-    more = machine.action_seconds
+def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stage:
+    rates = machine.rates_for(model.tokens)
+    costs = [microbatch_costs(model, each, is_head=each is stage.after) for each in stage.parts]
+    seconds = [rates.seconds(each, 1) for each in costs]
     return _Stage(
-        forward=slower * sum(each.forward for each in seconds) + messages / 2 + more,
-        backward_input=slower * sum(each.backward_input for each in seconds) + again + messages / 2 + more,
-        backward_weight=slower * sum(each.backward_weight for each in seconds),
-        messages=messages,
-        again=again,
+        forward=sum(each.forward for each in seconds) + rates.action_seconds,
+        backward_input=sum(each.backward_input for each in seconds) + rates.action_seconds,
+        backward_weight=sum(each.backward_weight for each in seconds),
+        messages=sum(rates.message_seconds(each, 1) for each in costs),
+        again=sum(rates.again(each, 1) for each in costs),
     )
-
-
-def _of_layer(layer: LayerOfRank, machine: MachineTable) -> LayerSeconds:
-    """Return a layer's seconds for a microbatch on this rank; matrices that it reads are what it has gathered."""
-    held = sum(share.num_gathered * share.weight.dtype.itemsize for share in layer.shares)
-    return machine.rates.seconds(replace(layer.costs, weight_bytes=float(held)), 1)
-
-
-def _recomputed(layer: LayerOfRank, machine: MachineTable) -> float:
-    """Seconds of what is computed again, of a layer."""
-    whole = _of_layer(layer, machine).forward
-    attention = layer.costs.attention_flops / machine.attention_forward_flops
-    moved = layer.costs.forward_bytes / machine.copy_bytes
-    match layer.recompute:
-        case "selective":
-            return moved
-        case "attention":
-            return attention
-    return whole if layer.is_recomputed else 0.0
-
-
-def _is_waited_for(sent: Sent) -> bool:
-    return sent.what not in _BESIDE and sent.axis != Axis.PP
 
 
 def _seconds(sent: Sent, machine: MachineTable) -> float:
     """Return the seconds that messages take by themselves."""
-    _, rate = machine.link(sent.span)
-    return sent.num_bytes / rate + sent.num_messages * machine.latency
+    rates = machine.rates
+    return rates.send_seconds(*_spread(sent, machine)) + sent.num_messages * machine.latency
+
+
+def _spread(sent: Sent, machine: MachineTable) -> tuple[float, float]:
+    """Return the bytes within the node, and those to others."""
+    return machine.rates.spread_bytes(sent.num_bytes, sent.num_ranks, sent.span, is_ring=sent.is_ring)
 
 
 def _transfer(model: RankModel, machine: MachineTable) -> float:
@@ -165,7 +142,7 @@ def _transfer(model: RankModel, machine: MachineTable) -> float:
     pp = model.mesh.pipeline_parallel
     if pp == 1:
         return 0.0
-    _, rate = machine.link(model.mesh.world_size // pp + 1)
+    rate = machine.rates.link(model.mesh.world_size // pp + 1)
     return model.costs.layers[0].output_bytes * model.share_of_row / (rate / 2)
 
 
@@ -190,9 +167,11 @@ def _links(sent: Sequence[Sequence[Sent]], machine: MachineTable) -> dict[str, t
     for of_rank in sent:
         sums: dict[str, tuple[float, float]] = {}
         for each in of_rank:
-            name, _ = machine.link(each.span)
-            num_bytes, seconds = sums.get(name, (0.0, 0.0))
-            sums[name] = num_bytes + each.num_bytes, seconds + _seconds(each, machine)
+            rates = machine.node_link_bytes, machine.network_bytes
+            for name, sends, rate in zip(("node", "network"), _spread(each, machine), rates, strict=True):
+                if sends:
+                    num_bytes, seconds = sums.get(name, (0.0, 0.0))
+                    sums[name] = num_bytes + sends, seconds + sends / rate
         for name, values in sums.items():
             found[name] = max(found.get(name, (0.0, 0.0)), values)
     return found

@@ -58,9 +58,9 @@ def degrees(plan: Plan) -> list[tuple[str, int, str]]:
         degree = getattr(mesh, name)
         span *= degree
         if degree > 1:
-            found.append((name, degree, plan.machine.link(span)[0]))
+            found.append((name, degree, plan.machine.link(span)))
     if mesh.expert_parallel > 1:
-        found.append(("expert_parallel", mesh.expert_parallel, plan.machine.link(mesh.expert_parallel)[0]))
+        found.append(("expert_parallel", mesh.expert_parallel, plan.machine.link(mesh.expert_parallel)))
     return found
 
 
@@ -138,8 +138,8 @@ def report(plan: Plan) -> str:
         ),
         "",
         "takes longest: " + ", ".join(f"{title} {value:.4f} s" for title, value in costliest(plan)),
-        f"a checkpoint takes {plan.checkpoint_bytes / 1e9:.1f} GB of disk"
-        + (f", and {gib(plan.host_bytes)} GiB of a node's memory while it is written" if plan.host_bytes else ""),
+        f"a checkpoint takes {plan.checkpoint_bytes / 1e9:.1f} GB of disk",
+        f"memory of a node's host: {plan.host if plan.host.total else 'none'}",
     ]
     if plan.machine.not_measured:
         lines.append(f"not measured on this device: {', '.join(plan.machine.not_measured)}")

@@ -2,7 +2,12 @@
 
 [Note: time of a layer] Matrix products run at `flops_per_second`. With few rows they run only as fast as their weights
 are read from memory. All other operations move bytes at `bytes_per_second`. A forward and an input backward read the
-weights of their products once a microbatch. A weight backward writes the gradients of all weights once.
+weights of their products once a microbatch. A weight backward writes the gradients of all weights once. What is
+recomputed takes its forward's time once more. Messages in the midst of a layer take as long as their link, and a
+latency each.
+
+[Note: links of a node] Each rank has links to its node, and one to the network. A ring leaves a node once, so each of
+its ranks there sends a part of that. If all send to all, each sends its own part of what goes to other nodes.
 """
 
 from __future__ import annotations
@@ -28,6 +33,21 @@ class Moment(NamedTuple):
     """Bytes for each row; less than 0 if kept tensors have been freed."""
     gradient_bytes: float
     """Existing gradients of the layer's weights, in the dtype of the weights."""
+
+
+class Messages(NamedTuple):
+    """Messages of a layer that nobody computes beside: half of them in its forward, half in its backward."""
+
+    row_bytes: float
+    """Bytes that a rank sends for each row."""
+    number: int
+    """Messages of a microbatch."""
+    num_ranks: int
+    """The ranks that take part."""
+    span: int
+    """The number of consecutive ranks from the first to the last of them."""
+    is_ring: bool = True
+    """True if each sends to the next one alone; else to all others alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +99,12 @@ class LayerCosts:
     """The part of `forward_flops` for grouped products. Each part of the backward has as many."""
     dispatch_bytes: float = 0.0
     """Buffer of the tokens that are sent to experts on other ranks; it is freed when they have arrived."""
+    state_bytes: float | None = None
+    """Bytes of weights, gradients and optimizer states that a rank keeps; None: a multiple of `weight_bytes`."""
+    recomputed: str = "nothing"
+    """The part of the forward that the backward computes again: "nothing", "all", "attention" or "moved"."""
+    messages: tuple[Messages, ...] = ()
+    """Messages that ranks send each other in the midst of the layer."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -173,6 +199,14 @@ class Machine:
     """Seconds between the end of sending a message and its arrival; assumed."""
     action_seconds: float = 30e-6
     """Seconds that an action takes beside its kernels; assumed."""
+    gpus_per_node: int = 8
+    """Consecutive ranks that fast links join."""
+    exchange_bytes_per_second: float = 320e9
+    """Bytes per second that a rank sends to all others of its node."""
+    network_bytes_per_second: float = 40e9
+    """Bytes per second that a rank sends to other nodes; a network of 400 Gb/s for each, four fifths used."""
+    host_share: float = 0.0
+    """The share of their time that kernels take longer in a step than alone."""
     overlapped: float = 1.0
     """Duration of an overlapped pair as a share of the sum of its two actions. It is below 1 if one action computes
     while the other's experts exchange tokens.
@@ -180,12 +214,65 @@ class Machine:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        for name in ("flops_per_second", "bytes_per_second", "link_bytes_per_second"):
+        speeds = ("flops_per_second", "bytes_per_second", "link_bytes_per_second")
+        for name in (*speeds, "exchange_bytes_per_second", "network_bytes_per_second"):
             if getattr(self, name) == 0:
                 raise ScheduleError(f"Machine.{name}=0 must be greater than 0")
 
     def seconds(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
-        """Return how long `layer` takes for a microbatch. See [Note: time of a layer]."""
+        """Return how long `layer` takes for a microbatch, with its messages. [Note: time of a layer]."""
+        computed, sent = self.computed(layer, num_rows), self.message_seconds(layer, num_rows) / 2
+        forward, inputs = computed.forward + sent, computed.backward_input + self.again(layer, num_rows) + sent
+        return LayerSeconds(forward, inputs, computed.backward_weight, inputs + computed.backward_weight)
+
+    def link(self, span: int) -> float:
+        """Return the bytes per second that a rank sends to another one so many ranks away."""
+        return self.exchange_bytes_per_second if span <= self.gpus_per_node else self.network_bytes_per_second
+
+    def spread_bytes(self, num_bytes: float, num_ranks: int, span: int, *, is_ring: bool) -> tuple[float, float]:
+        """Return the bytes that a rank sends within its node, and to others. [Note: links of a node].
+
+        Args:
+            num_bytes: All that it sends.
+            num_ranks: The ranks that take part.
+            span: The number of consecutive ranks from the first to the last of them.
+            is_ring: True if each sends to the next one alone; else to all others alike.
+        """
+        if span <= self.gpus_per_node or num_ranks == 1:
+            return num_bytes, 0.0
+        near = min(num_ranks, max(1, num_ranks * self.gpus_per_node // span))
+        far = num_bytes / near if is_ring else num_bytes * (num_ranks - near) / (num_ranks - 1)
+        return num_bytes - far, far
+
+    def send_seconds(self, near: float, far: float) -> float:
+        """Return how long it takes to send within the node and to others at the same time."""
+        return max(near / self.exchange_bytes_per_second, far / self.network_bytes_per_second)
+
+    def message_seconds(self, layer: LayerCosts, num_rows: float) -> float:
+        """Return how long the messages of a layer take, forward and backward together."""
+        return sum(
+            self.send_seconds(
+                *self.spread_bytes(num_rows * each.row_bytes, each.num_ranks, each.span, is_ring=each.is_ring)
+            )
+            + each.number * self.link_latency
+            for each in layer.messages
+        )
+
+    def again(self, layer: LayerCosts, num_rows: float) -> float:
+        """Return how long it takes to compute again what a layer did not keep."""
+        slower = 1 + self.host_share
+        match layer.recomputed:
+            case "all":
+                return self.computed(layer, num_rows).forward
+            case "attention":
+                rate = self.attention_forward_flops_per_second or self.flops_per_second
+                return slower * num_rows * layer.attention_flops / rate
+            case "moved":
+                return slower * num_rows * layer.forward_bytes / self.bytes_per_second
+        return 0.0
+
+    def computed(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
+        """Return how long the computation of a layer takes if all is kept, without messages."""
 
         def action(flops: float, moved: float, weight_bytes: float, attended: float, rate: float | None) -> float:
             grouped = min(layer.grouped_flops, flops - attended)
@@ -193,7 +280,7 @@ class Machine:
             seconds += grouped / (self.grouped_flops_per_second or self.flops_per_second)
             products = max(num_rows * seconds, weight_bytes / self.bytes_per_second)
             attention = num_rows * attended / (rate or self.flops_per_second)
-            return products + attention + num_rows * moved / self.bytes_per_second
+            return (1 + self.host_share) * (products + attention + num_rows * moved / self.bytes_per_second)
 
         weights = layer.weight_bytes
         forward = action(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -31,6 +31,9 @@ from lightning_d9d.schedule.simulate import Costs, simulate
 from lightning_d9d.schedule.zero_bubble_v import ZeroBubbleV
 
 GIB = 2**30
+
+PeakOfCandidate = Callable[[Schedule, Sequence[range], int, int], float]
+"""Finds the memory of a schedule with the layers of its stages, rows of a microbatch, and number of microbatches."""
 
 _SCHEDULES: dict[str, Schedule] = {
     "1f1b": OneForwardOneBackward(),
@@ -131,9 +134,9 @@ class Choice:
 class Auto(Schedule):
     """A schedule that chooses schedule, stages and size of microbatches by the predicted times of steps.
 
-    It simulates the schedules of this package with all sizes of microbatches, under a memory cap. It has no program
-    itself: `choose` returns the schedule to use. Each rank is assumed to hold its layers whole and to compute whole
-    sequences. If weights or sequences are sharded, a run takes less memory than predicted.
+    It simulates the schedules of this package with all sizes of microbatches, under a memory cap. It has no program of
+    its own: `choose` returns the schedule to use. In a run it knows what ranks hold, send and compute again: the costs
+    are those of `lightning-d9d plan`.
 
     Args:
         batch_size: Number of rows that one data-parallel rank gets for a step.
@@ -190,7 +193,13 @@ class Auto(Schedule):
         )
 
     def choose(
-        self, num_ranks: int, model: ModelCosts, *, state_ratio: float, device_memory: float | None = None
+        self,
+        num_ranks: int,
+        model: ModelCosts,
+        *,
+        state_ratio: float,
+        device_memory: float | None = None,
+        peak: PeakOfCandidate | None = None,
     ) -> Choice:
         """Return the fastest of all candidates that fit, by a deterministic search. See [Note: the search].
 
@@ -203,6 +212,8 @@ class Auto(Schedule):
                 stages' weights. It is 5 for bf16 weights with fp32 gradients and bf16 Adam on every rank, and less if
                 they are sharded.
             device_memory: The cap in bytes if `memory_gib` is None. None sets no cap.
+            peak: Returns the bytes of the rank that needs most. It gets a schedule, the layers of its stages, the rows
+                of a microbatch and their number. None: states and activations are summed.
 
         Raises:
             ScheduleError: Nothing fits, and the message has the least memory needed; or there are more ranks than
@@ -236,10 +247,10 @@ class Auto(Schedule):
                         _Candidate(name, num_ranks, num_microbatches, layers, ranges)
                         for ranges in ranges_by_placement[placement]
                     ]
-        return _search(candidates, math.inf if cap is None else cap)
+        return _search(candidates, math.inf if cap is None else cap, peak)
 
 
-def _search(candidates: Sequence[_Candidate], cap: float) -> Choice:
+def _search(candidates: Sequence[_Candidate], cap: float, peak: PeakOfCandidate | None) -> Choice:
     """Return the best candidate of all, with the best of each other schedule as alternatives."""
     best: dict[str, Choice] = {}
     fastest = least = math.inf
@@ -247,11 +258,11 @@ def _search(candidates: Sequence[_Candidate], cap: float) -> Choice:
         limit = min(_CLOSE * fastest, best[candidate.name].step_time if candidate.name in best else math.inf)
         if candidate.bound >= limit:
             continue
-        need = candidate.fit(cap)
+        need = candidate.need(cap, peak)
         least = min(least, need)
         if need > cap or candidate.without_messages() >= limit:
             continue
-        found = candidate.simulated()
+        found = candidate.simulated(None if peak is None else need)
         if found.step_time < limit:
             best[candidate.name] = found
             fastest = min(fastest, found.step_time)
@@ -292,7 +303,9 @@ class _Layers:
         self.backward = _totals(each.backward for each in seconds)
         self.activation = _totals(n * part.activation_bytes for n, part in zip(rows, parts, strict=True))
         self.split_activation = _totals(n * part.split_activation_bytes for n, part in zip(rows, parts, strict=True))
-        self.state = _totals(state_ratio * part.weight_bytes for part in parts)
+        self.state = _totals(
+            state_ratio * part.weight_bytes if part.state_bytes is None else part.state_bytes for part in parts
+        )
         self.work = list(map(operator.add, self.forward, self.backward))
         self.transfer = num_rows * max(part.output_bytes for part in parts) / machine.link_bytes_per_second
         if calibration.link_seconds_per_row is not None:
@@ -419,6 +432,23 @@ class _Candidate:
             self.ranges = level(self.ranges, placement, loads)
         return max(needs(self.ranges))
 
+    def need(self, cap: float, peak: PeakOfCandidate | None) -> float:
+        """Change the stages if they do not fit, as `fit`. Returns the memory, by `peak` if there is one.
+
+        What `peak` finds beside states and activations is left free in a second try.
+        """
+        need = self.fit(cap)
+        if peak is None or need > cap:
+            return need
+
+        def found() -> float:
+            return peak(self.schedule, self.ranges, self.layers.num_rows, self.num_microbatches)
+
+        if (beside := found() - need) + need > cap:
+            self.fit(cap - beside)
+            return found()
+        return beside + need
+
     def compute(self) -> Program:
         """Return the actions without messages."""
         return merge_backwards(self.schedule.compute(self.num_ranks, self.num_microbatches))
@@ -427,8 +457,8 @@ class _Candidate:
         """Return the simulated seconds if messages take no time: a cheap lower bound."""
         return simulate(self.compute(), self.layers.costs(self.ranges)).step_time
 
-    def simulated(self) -> Choice:
-        """Return the simulation with messages."""
+    def simulated(self, memory: float | None) -> Choice:
+        """Return the simulation with messages; its memory is summed unless it is given."""
         program = self.schedule.program(self.num_ranks, self.num_microbatches)
         simulation = simulate(program, self.layers.costs(self.ranges))
         state = _of_ranks(_of_stages(self.layers.state, self.ranges), self.placement)
@@ -439,7 +469,7 @@ class _Candidate:
             layers_of_stage=tuple(self.ranges),
             step_time=simulation.step_time,
             bubble_ratio=simulation.bubble_ratio,
-            peak_memory=max(map(operator.add, state, simulation.peak_memory)),
+            peak_memory=max(map(operator.add, state, simulation.peak_memory)) if memory is None else memory,
         )
 
 

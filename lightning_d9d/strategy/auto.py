@@ -9,9 +9,11 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.memory import device_bytes
+from lightning_d9d.memory import GPU_OVERHEAD, device_bytes
+from lightning_d9d.memory.row_costs import peak_of, row_costs
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.schedule import Auto, Choice
+from lightning_d9d.strategy.described import RunSettings
 from lightning_d9d.strategy.module import D9DModule
 
 CHOICE = "lightning_d9d_schedule"
@@ -20,18 +22,25 @@ _FLOAT32_BYTES = 4
 
 
 def choose(
-    auto: Auto, module: D9DModule, num_ranks: int, dtype: torch.dtype, device: torch.device, compiles: bool
+    auto: Auto,
+    module: D9DModule,
+    settings: RunSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    computes_in: torch.dtype,
 ) -> Choice:
-    """Choose a schedule on rank 0, for all ranks. Collective over all ranks.
+    """Choose a schedule on rank 0, for all ranks, by what ranks of the mesh hold, send and compute. Collective.
+
+    A module whose blocks are not the layers of its costs is taken as whole on each rank.
 
     Args:
         auto: The schedule, with batch size, sequence length, and other settings.
         module: Gives the costs of its layers.
-        num_ranks: Number of pipeline ranks.
-        dtype: Bytes of a number in weights, activations and the two states that Adam keeps for a weight. Gradients are
-            in float32.
+        settings: The mesh and the other settings of the run.
+        dtype: The dtype of weights.
         device: Device whose memory is the cap, if it is a GPU and no cap is given.
-        compiles: Whether layers are compiled, so that they have no weight phase.
+        computes_in: The dtype of activations.
 
     Raises:
         ScheduleError: No schedule fits.
@@ -42,15 +51,23 @@ def choose(
     def on_first() -> dict[str, Any] | None:
         if not ranks.is_first:
             return None
-        costs = module.model_costs(auto.sequence_length, dtype.itemsize)
+        costs = module.model_costs(auto.sequence_length, computes_in.itemsize)
         if costs is None:
             raise ConfigError(
                 f"schedule=Auto(...) needs the costs of the layers of {type(module).__name__}: implement "
                 "model_costs(sequence_length, bytes_per_element) -> ModelCosts, or name a schedule"
             )
-        costs = costs.compiled() if compiles else costs
-        state_ratio = 3 + max(_FLOAT32_BYTES, dtype.itemsize) / dtype.itemsize
-        return auto.choose(num_ranks, costs, state_ratio=state_ratio, device_memory=device_bytes(device)).to_dict()
+        model = settings.rank_model(module, costs, dtype, tokens=auto.sequence_length)
+        of_rank = costs if model is None else row_costs(model)
+        of_rank = of_rank.compiled() if settings.parallel.compile else of_rank
+        there = device_bytes(device)
+        return auto.choose(
+            settings.mesh.pipeline_parallel,
+            of_rank,
+            state_ratio=3 + max(_FLOAT32_BYTES, dtype.itemsize) / dtype.itemsize,
+            device_memory=None if there is None else GPU_OVERHEAD.allocatable(there),
+            peak=None if model is None else peak_of(model),
+        ).to_dict()
 
     (chosen, *_) = ranks.together("no schedule can be chosen", on_first)
     assert chosen is not None

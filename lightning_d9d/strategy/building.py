@@ -30,6 +30,7 @@ from lightning_d9d.strategy.auto import choose
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
 from lightning_d9d.strategy.context import RunContext
+from lightning_d9d.strategy.described import RunSettings
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.fit_memory import FitMemory
@@ -178,12 +179,7 @@ def run_context_of(
 
 
 def choose_for(
-    module: L.LightningModule,
-    precision: Precision,
-    device: torch.device,
-    parallel: ParallelConfig,
-    auto: Auto,
-    num_ranks: int,
+    module: L.LightningModule, precision: Precision, device: torch.device, settings: RunSettings, auto: Auto
 ) -> Choice:
     """Choose a schedule for a D9DModule like `auto.choose`, with the future dtype of its weights.
 
@@ -191,7 +187,10 @@ def choose_for(
     """
     with precision.module_init_context():
         dtype = torch.get_default_dtype()
-    return choose(auto, cast(D9DModule, module), num_ranks, dtype, device, parallel.compile)  # others were refused
+    computes_in = torch.bfloat16 if isinstance(precision, MixedPrecision) else dtype
+    return choose(
+        auto, cast(D9DModule, module), settings, dtype, device, computes_in=computes_in
+    )  # others were refused
 
 
 def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any, num_tokens: int) -> str:
@@ -263,13 +262,13 @@ class TrainingParts:
         if self.ranks.world_size == 1:
             self.patches.insert_callback(RefuseNoneBatches())
         stages, splitter = module.indexed_stages, self.evaluation.splitter
-        keeps = self.parallel.reshard_after_forward is False
-        if self.parallel.reshard_after_forward == "auto":
-            keeps = self.ranks.size(Axis.PP) > 1 or not splitter.count.is_one
+        keeps = self.parallel.keeps_gathered(
+            num_stages=self.ranks.size(Axis.PP), is_one_microbatch=splitter.count.is_one
+        )
         in_backward = None
         if self.torn is not None:
             self.torn.open(functools.partial(refuse_saves, self.patches, module.trainer))
-            in_backward = StepInBackward(optimizers[0], steps, self.torn, self.bucket_bytes)
+            in_backward = StepInBackward(optimizers[0], steps, self.torn, self.grad_sync.bucket_bytes)
         gradients = self._gradients(stages, keeps_gathered=keeps, in_backward=in_backward)
         offloads, skips = self.parallel.offload, self.skips_nonfinite
         check = functools.partial(
@@ -312,16 +311,11 @@ class TrainingParts:
             gradients,
             self.parallel,
             self.ranks.device,
-            bucket_bytes=self.bucket_bytes,
+            grad_sync=self.grad_sync,
             steps_in_backward=self.torn is not None,
             activation_dtype=torch.bfloat16 if autocasts else self.parallel.dtypes[0],
             **options,
         )
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The size of a full bucket."""
-        return int(self.grad_sync.bucket_mb * 2**20)
 
     def _gradients(self, stages: Mapping[int, nn.Module], **options: Any) -> GradientSync:
         assert self.rank_model is not None

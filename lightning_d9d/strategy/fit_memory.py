@@ -15,8 +15,10 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_d9d import memory
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.display import say
-from lightning_d9d.memory import Activations, StepMemory, StepSettings
-from lightning_d9d.memory.activations import StageLayers
+from lightning_d9d.memory import GPU_OVERHEAD, HOST_OVERHEAD, StagesHeld, StepMemory, StepSettings, stage_held
+from lightning_d9d.memory.held import StageHeld
+from lightning_d9d.memory.layers import Microbatch
+from lightning_d9d.memory.peak import GradientRules
 from lightning_d9d.memory.step import gib
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.sharding import local
@@ -27,10 +29,10 @@ from lightning_d9d.pipeline.executor import SplitBatch
 from lightning_d9d.pipeline.microbatch import num_tokens
 from lightning_d9d.pipeline.types import StageInfo
 from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.step_in_backward import part_bytes
+from lightning_d9d.sync.buckets import GradSyncConfig
 
 _BELOW = 0.9
-"""Advice is given for this share of the memory, or of the needed memory: buffers and fragments add to it."""
+"""Advice is given for this share of the memory that a failed step needed."""
 
 
 class Gradients(Protocol):
@@ -79,8 +81,8 @@ class FitMemory:
         optimizers: The module's optimizers; None if unknown.
         gradients: Knows how gradients are kept.
         parallel: The configuration.
-        device: The rank's. On the CPU nothing is refused.
-        bucket_bytes: The size of a full bucket; see `part_bytes`.
+        device: The rank's. Nothing is refused on the CPU.
+        grad_sync: How gradients are summed.
         steps_in_backward: Whether updates run inside of the backward.
         check_in_backward: Raises `ConfigError` if they cannot; None if they never can.
         activation_dtype: The dtype of activations; None uses that of the parameters.
@@ -95,7 +97,7 @@ class FitMemory:
         parallel: ParallelConfig,
         device: torch.device,
         *,
-        bucket_bytes: int,
+        grad_sync: GradSyncConfig,
         steps_in_backward: bool = False,
         check_in_backward: Callable[[], None] | None = None,
         activation_dtype: torch.dtype | None = None,
@@ -106,7 +108,7 @@ class FitMemory:
         self._gradients = gradients
         self._parallel = parallel
         self._device = device
-        self._bucket_bytes = bucket_bytes
+        self._grad_sync = grad_sync
         self._check_in_backward = check_in_backward
         self._activation_dtype = activation_dtype
         self._keeps_gathered = keeps_gathered
@@ -169,9 +171,8 @@ class FitMemory:
         if self._step is None or self._available is None:
             return
         needed = self._step.of(self._settings)
-        advice = memory.advice(
-            self._step, self._settings, int(_BELOW * min(self._available, needed.total)), self._can_step_in_backward
-        )
+        below = min(self._available, int(_BELOW * needed.needed))
+        advice = memory.advice(self._step, self._settings, below, self._can_step_in_backward)
         error.add_note(f"by arithmetic a step needs {gib(needed.total)} or more: {needed}; {advice}")
 
     def step(self) -> StepMemory:
@@ -188,18 +189,32 @@ class FitMemory:
         return StepMemory(
             weights=memory.weight_bytes(self._tensors),
             gradients=gradients,
-            gradients_in_backward=min(gradients, max(2 * part_bytes(self._parameters, self._bucket_bytes), largest)),
+            gradients_in_backward=min(gradients, max(2 * self._part_bytes, largest)),
             states=sum(known) if len(known) == len(states) else None,
             eight_bit_states=self._eight_bit_states(),
             gathered=self._gathered_bytes(),
-            activations=self._activations(),
-            accumulates=accumulates,
-            accumulates_batches=accumulates_batches,
+            held=self._held(
+                GradientRules(
+                    accumulates=accumulates or accumulates_batches,
+                    accumulates_batches=accumulates_batches,
+                    wide=self._grad_sync.sum_bytes,
+                    wide_units=(self._parallel.dtypes[1] or torch.float32).itemsize,
+                    reduces_each=self._grad_sync.reduce == "every_microbatch",
+                )
+            ),
+            accumulates=accumulates or accumulates_batches,
+            overhead=GPU_OVERHEAD if self._device.type == "cuda" else HOST_OVERHEAD,
         )
 
     @property
     def _parameters(self) -> Sequence[nn.Parameter]:
         return self._gradients.parameters
+
+    @property
+    def _part_bytes(self) -> int:
+        """Bytes of gradients that are updated together inside of a backward."""
+        trained = [each for each in self._parameters if each.requires_grad]
+        return memory.part_bytes(memory.weight_bytes(trained), self._grad_sync.bucket_bytes)
 
     @property
     def _tensors(self) -> list[Tensor]:
@@ -237,12 +252,11 @@ class FitMemory:
         ]
         return sum(sizes) if self._keeps_gathered else sum(sorted(sizes)[-2:])
 
-    def _activations(self) -> Activations | None:
-        """Return the activations of the first batch; None if they are unknown, or the costs do not apply."""
+    def _held(self, rules: GradientRules) -> StagesHeld | None:
+        """Return the stages with the needs of the first batch; None if they are unknown, or the costs do not apply."""
         module, shape = self._module, self._shape
         changed = self._parallel.compile or self._parallel.cuda_graphs
-        is_frozen = any(not each.requires_grad for each in self._parameters)
-        if not isinstance(module, D9DModule) or shape is None or changed or is_frozen:
+        if not isinstance(module, D9DModule) or shape is None or changed:
             return None
         dtypes = {each.dtype for each in self._parameters if each.is_floating_point()}
         itemsize = min(each.itemsize for each in {*dtypes, self._activation_dtype or torch.float64})
@@ -250,27 +264,45 @@ class FitMemory:
         if costs is None:
             return None
         pipeline, mesh = module.pipeline, module.pipeline.mesh
-        stages = _layers_of(module, len(costs.layers))
+        stages = self._stages(module, len(costs.layers))
         if stages is None:
             return None
-        has_remote = mesh is not None and mesh.config.expert_parallel > 1
-        return Activations(
-            costs=costs,
+        slices = pipeline.tokens.num_slices
+        return StagesHeld(
+            microbatch=Microbatch(
+                costs=costs,
+                tokens=shape.tokens,
+                rows=1 / slices,
+                tensor_parallel=slices,
+                expert_parallel=1 if mesh is None else mesh.config.expert_parallel,
+            ),
             stages=stages,
-            num_stages=len(pipeline.placement),
             actions=pipeline.program(shape.num_microbatches),
-            num_slices=pipeline.tokens.num_slices,
-            sends_to_experts=has_remote,
+            rules=rules,
+            keeps_gathered=self._keeps_gathered,
         )
 
-
-def _layers_of(module: D9DModule, num_layers: int) -> Mapping[int, StageLayers] | None:
-    """Return the layers of this rank's stages; None if a stage does not tell them."""
-    found = {}
-    for info, (index, stage) in zip(module.pipeline.stages, module.indexed_stages.items(), strict=True):
-        built = getattr(stage, "stage", info)  # as models keep it whose layers are not split evenly
-        layers = range(num_layers) if info.num_stages == 1 else built.layers if isinstance(built, StageInfo) else None
-        if layers is None:
-            return None
-        found[index] = StageLayers(layers=layers, is_first=info.is_first, is_last=info.is_last)
-    return found
+    def _stages(self, module: D9DModule, num_layers: int) -> Mapping[int, StageHeld] | None:
+        """Return this rank's stages; None if a stage does not name its layers."""
+        found, mesh = {}, module.pipeline.mesh
+        num_ranks = 1 if mesh is None else mesh.config.world_size // mesh.config.pipeline_parallel
+        for info, (index, stage) in zip(module.pipeline.stages, module.indexed_stages.items(), strict=True):
+            built = getattr(stage, "stage", info)  # as models keep it whose layers are not split evenly
+            layers = (
+                range(num_layers) if info.num_stages == 1 else built.layers if isinstance(built, StageInfo) else None
+            )
+            if layers is None:
+                return None
+            held = stage_held(
+                stage,
+                layers,
+                num_ranks,
+                is_first=info.is_first,
+                is_last=info.is_last,
+                shard_blocks=self._parallel.shard_blocks,
+                gather_dtype=self._parallel.dtypes[0],
+            )
+            if held is None:
+                return None
+            found[index] = held
+        return found

@@ -144,10 +144,13 @@ class SetupMemory:
             PlannedGradients(parameters, dtype, is_settled),
             self._parallel,
             self._device,
-            bucket_bytes=int(grad_sync.bucket_mb * 2**20),
+            grad_sync=grad_sync,
             steps_in_backward=self._settings["step_in_backward"],
             check_in_backward=None if optimizers is None else check,
             activation_dtype=torch.bfloat16 if autocasts else self._parallel.dtypes[0],
+            keeps_gathered=self._parallel.keeps_gathered(
+                num_stages=module.pipeline.num_ranks, is_one_microbatch=self._count.is_one
+            ),
         )
 
     @staticmethod
@@ -177,16 +180,18 @@ class SetupMemory:
         step = of_rank.step()
         states = step.states or 0
         needed = HostMemory(
-            checkpoint=(step.weights + states) * copies * num_ranks,
-            offloaded=(step.weights + step.gradients + states) * self._parallel.offload * num_ranks,
-            inputs=self._inputs(step, of_rank.num_rows) * num_ranks,
+            checkpoint=(step.weights + states) * copies,
+            offloaded=(step.weights + step.gradients + states) * self._parallel.offload,
+            inputs=self._inputs(step, of_rank.num_rows),
         )
-        return memory.check_host(needed, *there)
+        return memory.check_host(needed.times(num_ranks), *there)
 
     def _inputs(self, step: StepMemory, num_rows: int | None) -> int:
-        if self._parallel.recompute != "offload" or step.activations is None or num_rows is None:
+        kind, held = self._parallel.recompute, step.held
+        if kind != "offload" or held is None or num_rows is None:
             return 0
-        return step.activations.input_bytes(num_rows)
+        stages = held.stages_of(kind, num_rows)
+        return 0 if stages is None else memory.input_bytes(stages, held.actions)
 
 
 def _may_freeze(module: D9DModule) -> bool:

@@ -89,22 +89,21 @@ class Staging:
         return self
 
     def begin(
-        self, mesh: MeshDomains | None, device: torch.device, choose: Callable[[Auto, int], Choice], *, keeps: bool
+        self, mesh: MeshDomains | None, device: torch.device, choose: Callable[[Auto], Choice], *, keeps: bool
     ) -> Pipeline:
         """Return the pipeline of a new run. Collective over all ranks.
 
         Args:
             mesh: Mesh of several ranks; None for one process.
             device: This process's.
-            choose: Chooses a schedule for `Auto` and a number of pipeline ranks.
+            choose: Chooses a schedule for `Auto`.
             keeps: Whether the module has the stages of an earlier choice, perhaps a checkpoint's, which stays.
         """
         earlier, self.choice = self.choice, None
         if not isinstance(self.schedule, Auto):
             self.pipeline = Pipeline(self.schedule, mesh, device)
             return self.pipeline
-        num_ranks = 1 if mesh is None else mesh.sizes[Axis.PP]
-        choice = earlier if earlier is not None and keeps else choose(self.schedule, num_ranks)
+        choice = earlier if earlier is not None and keeps else choose(self.schedule)
         return self._take(self.schedule, choice, mesh, device)
 
     def resume(self, checkpoint: Mapping[str, Any]) -> Pipeline | None:

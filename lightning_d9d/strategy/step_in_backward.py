@@ -29,15 +29,13 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.memory import part_bytes, weight_bytes
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.strategy.optimizer_step import OptimizerStep, hooks_on_gradients, scalars
 from lightning_d9d.strategy.torn import TornWeights
 from lightning_d9d.strategy.window import cast_gradients, scale_gradients
 from lightning_d9d.sync.norm import SquaredNorms, clip_gradients_by_value
 
-_MOST_PARTS = 64
-"""Number of parts for the gradients of a large model: each part costs some launches, and the memory of its
-gradients."""
 _EACH_ALONE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 """Optimizers of torch whose update of a parameter depends on no other; a subclass may behave differently."""
 
@@ -85,7 +83,7 @@ class StepInBackward:
         """
         groups = self._optimizer.param_groups
         self._group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
-        self._part_bytes = part_bytes(self._group_of, self._bucket_bytes)
+        self._part_bytes = part_bytes(weight_bytes(self._group_of), self._bucket_bytes)
         self._taken.clear()
         self._parts.clear()
         self.gone.clear()
@@ -214,11 +212,6 @@ class StepInBackward:
             self._optimizer.param_groups = groups
             for index, members in all_of.items():
                 groups[index]["params"] = members
-
-
-def part_bytes(parameters: Iterable[Tensor], bucket_bytes: int) -> int:
-    """Return how many bytes of gradients are updated together: those of a bucket, or more in a large model. Local."""
-    return max(bucket_bytes, sum(local(parameter).nbytes for parameter in parameters) // _MOST_PARTS)
 
 
 @dataclass

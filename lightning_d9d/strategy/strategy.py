@@ -57,6 +57,7 @@ from lightning_d9d.strategy.configuration import (
     check_equal_configuration,
     check_module,
 )
+from lightning_d9d.strategy.described import RunSettings
 from lightning_d9d.strategy.effects import Beside
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.loading import load_pretrained
@@ -270,11 +271,14 @@ class D9DStrategy(SaveHooks):
             leave_samplers(patches, trainer)
         self._kernels.enter_context(using_kernels(self.parallel.kernels))
         self._kernels.enter_context(using_grouped_gemm(self.parallel.grouped_gemm))
-        beside = Beside(module, self.mesh_config, self.mesh_config.resolve(self.world_size), self.parallel)
+        mesh, parallel = self.mesh_config.resolve(self.world_size), self.parallel_in_effect
+        beside = Beside(module, self.mesh_config, mesh, self.parallel)
         check_run(self.settings(), D9DStrategy().settings(), beside, self.precision_plugin)
-        open_groups(self.ranks, self.parallel_in_effect)
+        open_groups(self.ranks, parallel)
         has_stages = isinstance(module, D9DModule) and len(module.stages) > 0
-        select = functools.partial(choose_for, module, self.precision_plugin, self.root_device, self.parallel)
+        several, in_backward = trainer.accumulate_grad_batches > 1, self.step_in_backward
+        run = RunSettings(mesh, parallel, self.grad_sync, in_backward, several)
+        select = functools.partial(choose_for, module, self.precision_plugin, self.root_device, run)
         self.staging.begin(self.ranks.mesh_of_several, self.root_device, select, keeps=has_stages)
         self._tell_module()
 

@@ -59,6 +59,16 @@ class GradSyncConfig:
         if not self.bucket_mb > 0:
             raise ConfigError(f"GradSyncConfig.bucket_mb={self.bucket_mb!r} must be greater than 0")
 
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a number in which the gradients of a D9DModule are summed, if parameters are not wider."""
+        return (torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype)).itemsize
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of a full bucket."""
+        return int(self.bucket_mb * 2**20)
+
 
 class BucketGroup(NamedTuple):
     """Parameters whose gradients are complete at about the same time."""

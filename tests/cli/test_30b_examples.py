@@ -13,14 +13,11 @@ from tokenizers import ByteLevelBPETokenizer
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerFast
 
-from lightning_d9d import D9DStrategy
-from lightning_d9d.memory import Activations, StepMemory, StepSettings, gradient_bytes, state_bytes, weight_bytes
-from lightning_d9d.memory.activations import StageLayers
+from lightning_d9d import D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig
 from lightning_d9d.memory.step import GIB
-from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, save_huggingface
-from lightning_d9d.models.qwen3_moe.costs import model_costs
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
 from lightning_d9d.optim import StochasticAdamW
-from lightning_d9d.schedule import OneForwardOneBackward
+from lightning_d9d.plan.planning import rank_model
 from tests.cli.test_cli import build, callbacks
 from tests.harness.tolerances import Kind, tolerance_for
 from tests.harness.warm import python_path, run_command
@@ -102,34 +99,18 @@ def optimizer_of(cli: object) -> Optimizer:
 )
 def test_it_fits_by_arithmetic(name: str, recompute: str, low: int, high: int) -> None:
     """Less than the 140 GiB of an H200, with what arithmetic leaves out."""
-    config = Qwen3MoeConfig.preset("30b-a3b")
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    of_rank = [
-        parameter
-        for key, parameter in model.named_parameters()
-        # one in so many of all layers' experts, which are as many as the same part of each layer's
-        if ".experts." not in key or int(key.split(".")[2]) % GPUS[name] == 0
-    ]
+    sharing = {"one_gpu": MeshConfig(), "two_gpus": MeshConfig(data_parallel_replicate=2, expert_parallel=2)}
+    mesh = sharing.get(name, MeshConfig(data_parallel_replicate=8, expert_parallel=8))
+    strategy = D9DStrategy(
+        mesh=mesh,
+        parallel=ParallelConfig(recompute=recompute),
+        grad_sync=GradSyncConfig(dtype="bfloat16"),
+        step_in_backward=name == "one_gpu",
+    )
     dtype = torch.uint8 if name == "one_gpu" else torch.bfloat16
-    states = state_bytes(StochasticAdamW(of_rank, state_dtype=dtype))
-    activations = Activations(
-        costs=model_costs(config, 4096, 2),
-        stages={0: StageLayers(layers=range(48), is_first=True, is_last=True)},
-        num_stages=1,
-        actions=OneForwardOneBackward().program(1, 1).ranks[0],
-        sends_to_experts=name != "one_gpu",
-    )
-    step = StepMemory(
-        weights=weight_bytes(of_rank),
-        gradients=gradient_bytes(of_rank),
-        gradients_in_backward=max(gradient_bytes([each]) for each in of_rank),
-        states=states,
-        eight_bit_states=None,
-        activations=activations,
-    )
-    settings = StepSettings(recompute=recompute, num_rows=ROWS, step_in_backward=name == "one_gpu")
-    assert low * GIB < step.of(settings).total < high * GIB
+    module = Qwen3MoePretraining(preset="30b-a3b", optimizer=lambda groups: StochasticAdamW(groups, state_dtype=dtype))
+    model = rank_model(module, strategy, mesh.world_size, rows=ROWS, tokens=4096)
+    assert low * GIB < model.peak(0).total < high * GIB
 
 
 def write_tiny(folder: Path, num_layers: int = 2) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_d9d.memory.peak import PeakBytes
+from lightning_d9d.memory.layers import Microbatch, StageShares
+from lightning_d9d.memory.peak import GradientRules, PeakBytes, peak
 from lightning_d9d.memory.rank import RankModel
-from lightning_d9d.memory.spread import weights_of
+from lightning_d9d.memory.spread import Part, Share, Weight, weights_of
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.model import layers_of_stages
 from lightning_d9d.parallel import ParallelConfig, recompute_activations
-from lightning_d9d.schedule import OneForwardOneBackward
+from lightning_d9d.schedule import GPipe, LayerCosts, ModelCosts, OneForwardOneBackward, Schedule, ZeroBubble
+from lightning_d9d.schedule.program import merge_backwards
 from tests.memory.traced import traced
 
 SPARSE = dataclasses.replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=2)
@@ -52,7 +54,7 @@ def test_one_rank_is_that_of_meta_tensors(
 ) -> None:
     """Logits are not among them, as the loss is one operator; nor are weights, states and workspaces."""
     rows, tokens = 2, 4096
-    monkeypatch.setattr("lightning_d9d.memory.rank.tokens_at_once", lambda *sizes: 0)
+    monkeypatch.setattr("lightning_d9d.memory.layers.tokens_at_once", lambda *sizes: 0)
     model = model_of(config)
     recompute_activations(model, ParallelConfig(recompute=recompute))
     _, most = traced(model, rows, tokens)
@@ -82,3 +84,79 @@ def test_what_was_measured_on_two_gpus() -> None:
 
 def test_peak_of_nothing_is_what_lies_there() -> None:
     assert PeakBytes(weights=3, states=4, constant=0).total == 7
+
+
+LAYER = LayerCosts(activation_bytes=100, selective_bytes=40, output_bytes=10, weight_bytes=8)
+COSTS = ModelCosts(before=LayerCosts(activation_bytes=1), layers=(LAYER,) * 4, after=LayerCosts(activation_bytes=3))
+MATRIX = Weight(shape=(2, 2), dtype=torch.bfloat16, part=Part.MLP)
+"""8 bytes, and 16 of a sum in float32."""
+
+
+def by_hand(
+    schedule: Schedule, rank: int, num_microbatches: int, recompute: str = "none", rules: GradientRules | None = None
+) -> PeakBytes:
+    """Two ranks with a stage of two layers each."""
+    share = Share(weight=MATRIX, gathered=(2, 2), shape=(2, 2), num_shards=1, num_copies=1, is_unit=False)
+    ends = {"before": (), "after": None} if rank == 0 else {"before": None, "after": ()}
+    shares = StageShares([(share,), (share,)], **ends)
+    layers = range(2 * rank, 2 * rank + 2)
+    stage = Microbatch(costs=COSTS, tokens=1, rows=1, recompute=recompute).stage(layers, shares)
+    actions = merge_backwards(schedule.compute(2, num_microbatches)).ranks[rank]
+    given = rules or GradientRules(accumulates=num_microbatches > 1)
+    return peak({rank: stage}, actions, weights=0, states=0, rules=given, keeps_gathered=False, constant=0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "live", "later"),
+    [(GPipe(), 0, 6, 5), (GPipe(), 1, 6, 5), (OneForwardOneBackward(), 0, 2, 2), (OneForwardOneBackward(), 1, 1, 1)],
+    ids=str,
+)
+def test_a_pipeline_by_hand(schedule: Schedule, rank: int, live: int, later: int) -> None:
+    """`later` microbatches are live at the second backward, with all sums and one more gradient."""
+    ends = (1, 3)[rank]
+    first = live * (200 + ends) + 10 + 8  # the gradient of an output, and one fresh gradient
+    first -= ends * (rank == 1)  # the head's share is gone before the last layer's backward
+    second = later * (200 + ends) - ends * (rank == 1) + 10 + 2 * 16 + 8
+    assert by_hand(schedule, rank, 6).total == max(first, second)
+    # all recomputed: inputs are kept, and one block is whole
+    of_full = [count * (20 + ends) - ends * (rank == 1) + 90 + 10 for count in (live, later)]
+    assert by_hand(schedule, rank, 6, "full").total == max(of_full[0] + 8, of_full[1] + 32 + 8)
+
+
+def test_gradients_of_earlier_batches_are_there_all_the_time() -> None:
+    alone = by_hand(GPipe(), 0, 1)
+    later = by_hand(GPipe(), 0, 1, rules=GradientRules(accumulates=True, accumulates_batches=True))
+    assert alone.total == 201 + 10 + 8
+    assert later.total == 201 + 10 + 8 + 2 * 16
+
+
+def test_split_backwards_keep_to_the_end() -> None:
+    split = dataclasses.replace(LAYER, split_activation_bytes=60)
+    costs = dataclasses.replace(COSTS, layers=(split,) * 4)
+    stage = Microbatch(costs=costs, tokens=1, rows=1).stage(range(2, 4), StageShares([(), ()], None, ()))
+
+    def most(schedule: Schedule) -> int:
+        actions = merge_backwards(schedule.compute(2, 6)).ranks[1]
+        rules = GradientRules(accumulates=True)
+        return peak({1: stage}, actions, weights=0, states=0, rules=rules, keeps_gathered=False, constant=0).total
+
+    assert most(OneForwardOneBackward()) == 203 - 3 + 10
+    assert most(ZeroBubble()) > most(OneForwardOneBackward())
+
+
+def test_tokens_are_gathered_over_tensor_ranks() -> None:
+    """A rank keeps the tokens that it gathers for attention and a dense MLP."""
+    plain, cut = (Microbatch(costs=COSTS, tokens=1, rows=1 / n, tensor_parallel=n) for n in (1, 2))
+    shares = StageShares([(), ()])
+    assert plain.stage(range(2), shares).layers[0].costs.activation_bytes == 100
+    assert cut.stage(range(2), shares).layers[0].costs.activation_bytes == 50 + 2 * 5
+
+
+def test_tokens_on_their_way_to_experts() -> None:
+    layer = dataclasses.replace(LAYER, dispatch_bytes=60.0)  # six copies of each token
+    costs = dataclasses.replace(COSTS, layers=(layer,) * 4)
+    wires = [
+        Microbatch(costs=costs, tokens=1, rows=3, expert_parallel=ranks).stage(range(1), StageShares([()])).layers[0]
+        for ranks in (1, 4, 16)
+    ]
+    assert [each.wire_bytes for each in wires] == [0, 3 * 2 * 4 * 10, 3 * 2 * 6 * 10]

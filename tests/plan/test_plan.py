@@ -12,7 +12,8 @@ from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.plan import Plan, machine_of, plan, search, shipped, write_page
-from lightning_d9d.plan.planning import costs_of_length, layers_of, rank_model
+from lightning_d9d.plan.planning import costs_of_length, rank_model
+from lightning_d9d.strategy.described import layers_of
 
 EXPERTS = 48 * 128 * 3 * 2048 * 768
 OTHERS = 30_532_122_624 - EXPERTS

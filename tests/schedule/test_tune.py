@@ -48,7 +48,8 @@ LAYER = LayerCosts(
 
 
 def scaled(layer: LayerCosts, factor: float) -> LayerCosts:
-    return LayerCosts(**{name: value and value * factor for name, value in vars(layer).items()})
+    numbers = {name: value for name, value in vars(layer).items() if type(value) in (int, float)}
+    return LayerCosts(**{name: value * factor for name, value in numbers.items()})
 
 
 EMBEDDING, HEAD = scaled(LAYER, 0.05), scaled(LAYER, 2.5)

@@ -73,7 +73,7 @@ def test_activations_count_where_the_data_module_knows_its_rows(monkeypatch: pyt
 def test_what_is_frozen_later_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     give(monkeypatch, int(1.5 * WEIGHTS))
     module = Freezes(preset="tiny")
-    fit(module)
+    fit(module, microbatch_size=1)
     assert module.has_loaded
 
 

@@ -1,0 +1,196 @@
+"""The layers of a rank's stages: what they cost for a microbatch there, and what the rank holds of their weights.
+
+Plans build them for ranks that do not exist, and a fit for its own; both take the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+
+from lightning_d9d.memory.spread import Part, Share
+from lightning_d9d.ops.linear_cross_entropy_chunks import ChunkOptions, rows_at_once
+from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.schedule.layers import LayerCosts, ModelCosts, Moment
+
+_UNSCALED = ("weight_bytes",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOfRank:
+    """A layer as a rank has it: what it costs for a microbatch, and what it holds."""
+
+    costs: LayerCosts
+    """For all rows of a microbatch, on this rank."""
+    shares: tuple[Share, ...]
+    recompute: str = "none"
+    place: int = 0
+    """Its index among the blocks of its stage."""
+    wire_bytes: float = 0.0
+    """Tokens on their way to experts of other ranks and back, while they are."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """True if only its input is kept."""
+        if self.recompute in ("none", "selective", "attention"):
+            return False
+        return ParallelConfig(recompute=self.recompute).recomputes_block(self.place)
+
+    @property
+    def kept(self) -> float:
+        """Bytes from forward to backward."""
+        costs = self.costs
+        match self.recompute:
+            case "selective":
+                return costs.activation_bytes if costs.selective_bytes is None else costs.selective_bytes
+            case "attention":
+                return costs.activation_bytes if costs.attention_bytes is None else costs.attention_bytes
+            case "offload":
+                return 0.0
+        return costs.output_bytes if self.is_recomputed else costs.activation_bytes
+
+    @property
+    def forward_peak(self) -> float:
+        """The most while its forward runs, with what it keeps."""
+        return max(self.costs.forward_peak_bytes + self.wire_bytes, self.costs.activation_bytes)
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """The moments of the backward; if they are unknown, that with the gradients of its weights."""
+        given = self.costs.backward_moments
+        return given or (Moment(0.0, self.costs.weight_bytes),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOfRank:
+    """A stage as a rank has it."""
+
+    layers: Sequence[LayerOfRank]
+    before: LayerOfRank | None = None
+    after: LayerOfRank | None = None
+
+    @property
+    def parts(self) -> list[LayerOfRank]:
+        """All layers in the order in which they run."""
+        return [*([self.before] if self.before else []), *self.layers, *([self.after] if self.after else [])]
+
+
+class StageShares(NamedTuple):
+    """The weights of a stage as a rank holds them."""
+
+    layers: Sequence[tuple[Share, ...]]
+    before: tuple[Share, ...] | None = None
+    """None: another stage has what stands before the layers."""
+    after: tuple[Share, ...] | None = None
+    """None: another stage has what stands behind them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """A microbatch as a rank computes it."""
+
+    costs: ModelCosts
+    """For one row of `tokens` tokens, on one rank with whole layers."""
+    tokens: int
+    rows: float
+    """Rows, over the ranks that share their tokens."""
+    recompute: str = "none"
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+
+    def stage(self, layers: range, shares: StageShares) -> StageOfRank:
+        """Return the stage with these layers. Local."""
+        own = [
+            LayerOfRank(
+                costs=self._layer(self.costs.layers[index], held),
+                shares=held,
+                recompute=self.recompute,
+                place=place,
+                wire_bytes=self._wire(self.costs.layers[index]),
+            )
+            for place, (index, held) in enumerate(zip(layers, shares.layers, strict=True))
+        ]
+        before = after = None
+        if shares.before is not None:
+            before = LayerOfRank(costs=scaled(self.costs.before, self.rows), shares=shares.before)
+        if shares.after is not None:
+            after = LayerOfRank(costs=self._head(shares.after, shares.before or ()), shares=shares.after)
+        return StageOfRank(layers=own, before=before, after=after)
+
+    def _layer(self, costs: LayerCosts, held: Sequence[Share]) -> LayerCosts:
+        """Return a layer's costs on this rank, which may have gathered tokens or frozen weights."""
+        tp, weights = self.tensor_parallel, [share.weight for share in held]
+        base = [each for each in weights if each.part is not Part.ADAPTERS]
+        if not all(each.is_trained for each in base if len(each.shape) > 1):
+            costs = frozen(costs, has_adapters=len(base) < len(weights))
+        own = scaled(costs, self.rows)
+        if tp > 1:
+            gathers = 1 if own.grouped_flops else 2
+            more = gathers * (tp - 1) * own.output_bytes
+            own = replace(own, activation_bytes=own.activation_bytes + more)
+        return own
+
+    def _wire(self, costs: LayerCosts) -> float:
+        """Tokens to ranks with their experts and back: one row for each of these ranks, sent and received."""
+        if self.expert_parallel == 1 or not costs.dispatch_bytes:
+            return 0.0
+        num_copies = costs.dispatch_bytes / costs.output_bytes
+        return 2 * min(num_copies, self.expert_parallel) * costs.output_bytes * self.rows
+
+    def _head(self, after: Sequence[Share], before: Sequence[Share]) -> LayerCosts:
+        """Return the head's costs: its gradient is made in the forward, beside a chunk of logits."""
+        costs, tp = scaled(self.costs.after, self.rows), self.tensor_parallel
+        matrices = [share for share in (*after, *before) if share.weight.part in (Part.HEAD, Part.EMBEDDING)]
+        matrices = [share for share in matrices if len(share.gathered) > 1]
+        if not matrices:
+            return costs
+        width = matrices[0].weight.dtype.itemsize
+        rows, hidden = matrices[0].gathered
+        tokens = max(1, int(self.rows * self.tokens * tp))
+        logits = tokens_at_once(tokens, hidden, rows) * rows * width
+        is_trained = matrices[0].weight.is_trained
+        early = rows * hidden * width if is_trained else 0
+        kept = costs.activation_bytes * tp + early
+        return replace(
+            costs,
+            activation_bytes=kept,
+            forward_peak_bytes=kept + logits,
+            output_bytes=costs.activation_bytes / 2,
+            backward_moments=(Moment(0.0, 0.0),),
+        )
+
+
+def tokens_at_once(tokens: int, hidden: int, vocabulary: int) -> int:
+    """Return for how many tokens `linear_cross_entropy` has logits at a time in bfloat16, by default. Local."""
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
+    options = ChunkOptions(-100, 0.0, 0.0, 0.0, 0, 0, vocabulary, "", True)
+    return min(tokens, rows_at_once(x, options))
+
+
+def scaled(costs: LayerCosts, factor: float) -> LayerCosts:
+    """Return the costs of so many rows. Weights stay. Local."""
+    values = {}
+    for each in fields(costs):
+        value = getattr(costs, each.name)
+        if type(value) in (int, float) and each.name not in _UNSCALED:
+            values[each.name] = value * factor
+    moments = tuple(Moment(each.row_bytes * factor, each.gradient_bytes) for each in costs.backward_moments)
+    return replace(costs, **values, backward_moments=moments)
+
+
+def frozen(costs: LayerCosts, *, has_adapters: bool) -> LayerCosts:
+    """Return the costs of a layer whose matrices are frozen: inputs of products are not kept for their gradients."""
+    if costs.frozen_bytes is None:
+        return costs
+    kept = costs.frozen_bytes + (costs.output_bytes if has_adapters else 0.0)
+    gone = costs.activation_bytes - kept
+    return replace(
+        costs,
+        activation_bytes=kept,
+        forward_peak_bytes=max(0.0, costs.forward_peak_bytes - gone),
+        backward_moments=tuple(Moment(max(0.0, each.row_bytes), 0.0) for each in costs.backward_moments),
+        backward_weight_flops=0.0,
+    )

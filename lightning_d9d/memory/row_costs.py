@@ -1,0 +1,78 @@
+"""The costs of layers as a rank of a mesh has them, in the form by which steps are timed and `Auto` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lightning_d9d.memory.layers import LayerOfRank
+from lightning_d9d.memory.peak import LayerGradients, gathered_bytes
+from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.memory.traffic import Sent, of_head, of_layer
+from lightning_d9d.schedule.layers import LayerCosts, Messages, ModelCosts
+from lightning_d9d.schedule.schedule import Schedule
+from lightning_d9d.schedule.tune import PeakOfCandidate
+
+
+def microbatch_costs(model: RankModel, layer: LayerOfRank, *, is_head: bool = False) -> LayerCosts:
+    """Return what a layer costs for a microbatch on this rank. Local.
+
+    Matrices are as large as the rank has gathered them. Activations are those that recomputation keeps. `state_bytes`
+    has weights, states and the gradients of several microbatches, and what stays gathered.
+    """
+    sent = of_head(model, 1) if is_head else of_layer(model, layer, 1) if layer.costs.output_bytes else ()
+    gradients = LayerGradients(layer.shares, model.rules([]))
+    sums = gradients.whole_units_wide if model.keeps_gathered and not model.reduces_each else gradients.of_shards
+    weights = sum(share.numel * share.weight.dtype.itemsize for share in layer.shares)
+    states = sum(model.state_bytes(share) for share in layer.shares if share.weight.is_trained)
+    gathered = gathered_bytes(layer) if model.keeps_gathered else 0
+    return replace(
+        layer.costs,
+        weight_bytes=float(sum(share.num_gathered * share.weight.dtype.itemsize for share in layer.shares)),
+        activation_bytes=layer.kept,
+        state_bytes=float(weights + states + gradients.stays + sums + gathered),
+        recomputed=_recomputed(layer),
+        messages=_messages(sent),
+    )
+
+
+def row_costs(model: RankModel) -> ModelCosts:
+    """Return what each part of a model costs for one row on a rank of its mesh. Local.
+
+    Sums of gradients are counted as those of several microbatches.
+    """
+    one = replace(model, rows=1, num_microbatches=max(2, model.num_microbatches))
+    stage = one.stage(range(len(model.costs.layers)), True, True, one.spread())
+    assert stage.before is not None
+    assert stage.after is not None
+    return ModelCosts(
+        before=replace(microbatch_costs(one, stage.before), messages=()),
+        layers=tuple(microbatch_costs(one, layer) for layer in stage.layers),
+        after=_head(one, stage.after),
+    )
+
+
+def peak_of(model: RankModel) -> PeakOfCandidate:
+    """Return what finds the bytes of the rank that needs most, with other stages and microbatches. Local."""
+
+    def most(schedule: Schedule, layers: Sequence[range], rows: int, number: int) -> float:
+        tried = replace(model, schedule=schedule, layers_of_stages=tuple(layers), rows=rows, num_microbatches=number)
+        return float(max(tried.peak(rank).total for rank in range(model.mesh.pipeline_parallel)))
+
+    return most
+
+
+def _head(model: RankModel, layer: LayerOfRank) -> LayerCosts:
+    """Return the head's costs for a row; the gradient that its forward makes does not grow with rows."""
+    costs = microbatch_costs(model, layer, is_head=True)
+    kept = model.costs.after.activation_bytes * model.share_of_row * model.mesh.tensor_parallel
+    return replace(costs, activation_bytes=kept)
+
+
+def _recomputed(layer: LayerOfRank) -> str:
+    named = {"selective": "moved", "attention": "attention"}
+    return named.get(layer.recompute, "all" if layer.is_recomputed else "nothing")
+
+
+def _messages(sent: Iterable[Sent]) -> tuple[Messages, ...]:
+    return tuple(Messages(each.num_bytes, each.num_messages, each.num_ranks, each.span, each.is_ring) for each in sent)

@@ -1,0 +1,258 @@
+"""Measures the rates of a machine table on a device: products, attention, copies, launches, and links of ranks.
+
+[Note: rates] Each operation runs alone, several times, and the median counts. Products of projections and of experts
+have the shapes of a Qwen3-MoE layer. Their rate is the sum of operations over the sum of times, forward and both parts
+of the backward. Attention has a rate for each length of a row. A ring of n ranks sends (n - 1)/n of what it gathers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_d9d.memory.traffic import share_sent
+from lightning_d9d.ops import attention, grouped_gemm
+from lightning_d9d.plan.machine import AttentionRate, MachineTable, shipped
+from lightning_d9d.schedule.layers import ATTENTION_BACKWARD
+
+_SOME_LAUNCHES = 200
+_RATES = (
+    *("memory_gib", "peak_flops", "linear_flops", "grouped_flops", "attention_forward_flops"),
+    *("attention_backward_flops", "copy_bytes", "node_link_bytes", "network_bytes", "latency", "action_seconds"),
+    "host_share",
+)
+"""The fields of a table that are rates of a machine; those that were not measured are said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of the operations: by default those of a layer of `30b-a3b` with four rows of 4,096 tokens."""
+
+    tokens: int = 16384
+    hidden: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    vocabulary: int = 151936
+    experts: int = 128
+    experts_per_token: int = 8
+    expert_hidden: int = 768
+    rows: tuple[int, ...] = (4096, 16384, 65536)
+    """Tokens of rows of which attention is measured; a batch has `tokens` of them, or one row."""
+    copy_bytes: int = 2**30
+    message_bytes: int = 2**28
+    dtype: torch.dtype = torch.bfloat16
+    repeats: int = 10
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An operation with its time."""
+
+    name: str
+    seconds: float
+    flops: float = 0.0
+    num_bytes: float = 0.0
+
+
+def seconds_of(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median seconds of an action, after two that do not count. Local.
+
+    Args:
+        action: On CUDA timed by events, so that the host may be ahead.
+        device: The device that computes.
+        repeats: The times that count.
+    """
+    for _ in range(2):
+        action()
+    if device.type != "cuda":
+        found = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            action()
+            found.append(time.perf_counter() - start)
+        return statistics.median(found)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        action()
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairwise(events))
+
+
+def products(sizes: Sizes, device: torch.device) -> Iterator[Measured]:
+    """Measure projections and the head: forward, gradient of the input, gradient of the weight. Local."""
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    shapes = {
+        "queries": (queries, sizes.hidden),
+        "keys": (keys, sizes.hidden),
+        "results": (sizes.hidden, queries),
+        "vocabulary": (sizes.vocabulary, sizes.hidden),
+    }
+    for name, (num_out, num_in) in shapes.items():
+        tokens = sizes.tokens // 4 if name == "vocabulary" else sizes.tokens  # logits come in chunks
+        x, weight = _drawn(device, sizes, tokens, num_in), _drawn(device, sizes, num_out, num_in)
+        gradient = _drawn(device, sizes, tokens, num_out)
+        flops = 2.0 * tokens * num_in * num_out
+        for part, action in (
+            ("forward", lambda x=x, weight=weight: x @ weight.T),
+            ("input", lambda g=gradient, weight=weight: g @ weight),
+            ("weight", lambda g=gradient, x=x: g.T @ x),
+        ):
+            found = seconds_of(action, device, sizes.repeats)
+            yield Measured(f"{name}, {part}, {tokens} x {num_in} x {num_out}", found, flops)
+
+
+def grouped_products(sizes: Sizes, device: torch.device) -> Iterator[Measured]:
+    """Measure the experts' products, with as many tokens for each: forward, and all of the backward. Local."""
+    copies = sizes.tokens * sizes.experts_per_token // sizes.experts * sizes.experts
+    ends = torch.arange(1, sizes.experts + 1, dtype=torch.int32, device=device) * (copies // sizes.experts)
+    for name, num_out, num_in in (
+        ("gate and up", 2 * sizes.expert_hidden, sizes.hidden),
+        ("down", sizes.hidden, sizes.expert_hidden),
+    ):
+        x = _drawn(device, sizes, copies, num_in).requires_grad_()
+        weight = _drawn(device, sizes, sizes.experts, num_out, num_in).requires_grad_()
+        gradient = _drawn(device, sizes, copies, num_out)
+        flops, shape = 2.0 * copies * num_in * num_out, f"{copies} x {num_in} x {num_out}"
+
+        def forward(x: Tensor = x, weight: Tensor = weight) -> Tensor:
+            return grouped_gemm(x, weight, ends)
+
+        result = forward()
+
+        def backward(result: Tensor = result, inputs: Sequence[Tensor] = (x, weight), g: Tensor = gradient) -> None:
+            torch.autograd.grad(result, inputs, g, retain_graph=True)
+
+        yield Measured(f"{name}, forward, {shape}", seconds_of(forward, device, sizes.repeats), flops)
+        yield Measured(f"{name}, backward, {shape}", seconds_of(backward, device, sizes.repeats), 2 * flops)
+
+
+def attention_rates(sizes: Sizes, device: torch.device) -> Iterator[tuple[int, Measured, Measured]]:
+    """Measure attention's forward and backward for each length of a row. Local."""
+    for length in sizes.rows:
+        rows = max(1, sizes.tokens // length)
+        shape = (rows, sizes.heads, length, sizes.head_dim)
+        q = _drawn(device, sizes, *shape).requires_grad_()
+        k, v = (_drawn(device, sizes, rows, sizes.kv_heads, length, sizes.head_dim).requires_grad_() for _ in range(2))
+        gradient = _drawn(device, sizes, *shape)
+        flops = 2.0 * rows * length**2 * sizes.heads * sizes.head_dim  # half of the square, two products
+        result = attention(q, k, v)
+
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return attention(q, k, v)
+
+        def backward(result: Tensor = result, inputs: Sequence[Tensor] = (q, k, v), g: Tensor = gradient) -> None:
+            torch.autograd.grad(result, inputs, g, retain_graph=True)
+
+        yield (
+            length,
+            Measured(f"attention, forward, {length}", seconds_of(forward, device, sizes.repeats), flops),
+            Measured(
+                f"attention, backward, {length}",
+                seconds_of(backward, device, sizes.repeats),
+                ATTENTION_BACKWARD * flops,
+            ),
+        )
+
+
+def copy(sizes: Sizes, device: torch.device) -> Measured:
+    """Measure a copy; bytes are those read and written. Local."""
+    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found = seconds_of(lambda: target.copy_(source), device, sizes.repeats)
+    return Measured("copy", found, num_bytes=2.0 * sizes.copy_bytes)
+
+
+def launch(device: torch.device) -> Measured:
+    """Measure how long the host takes to launch a kernel that has nothing to do. Local."""
+    value = torch.zeros(1, device=device)
+    found = []
+    for _ in range(3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_SOME_LAUNCHES):
+            value.add_(1)
+        found.append((time.perf_counter() - start) / _SOME_LAUNCHES)
+    return Measured("launch", min(found))
+
+
+def links(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = None) -> tuple[Measured, Measured]:
+    """Measure a gather of all ranks, and one so small that it is all latency. Collective over the group.
+
+    Returns:
+        The gather, whose bytes are those that a rank sends, and the small one.
+    """
+    size = dist.get_world_size(group)
+    own = torch.zeros(sizes.message_bytes // size, dtype=torch.uint8, device=device)
+    whole, tiny = own.new_empty(size * len(own)), torch.zeros(1, device=device)
+    gather = seconds_of(lambda: dist.all_gather_into_tensor(whole, own, group=group), device, sizes.repeats)
+    small = seconds_of(lambda: dist.all_reduce(tiny, group=group), device, sizes.repeats)
+    return Measured("gather", gather, num_bytes=len(whole) * share_sent(size)), Measured("small message", small)
+
+
+def measure(
+    device: torch.device, sizes: Sizes | None = None, *, group: dist.ProcessGroup | None = None, num_nodes: int = 1
+) -> tuple[MachineTable, list[Measured]]:
+    """Measure a device, and its links where there are several ranks. Collective over the group, if there is one.
+
+    Rates that are not measured are those of the shipped table with the same device name, else the H200's.
+
+    Args:
+        device: This rank's.
+        sizes: What is measured; None: a layer of `30b-a3b`.
+        group: The ranks whose links are measured; None: no links.
+        num_nodes: The nodes that the group spans.
+
+    Returns:
+        The table, and each operation.
+    """
+    sizes = sizes or Sizes()
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else str(device)
+    tables = shipped()
+    base = next((table for table in tables.values() if table.device == name), tables["h200"])
+    linear, grouped = list(products(sizes, device)), list(grouped_products(sizes, device))
+    attended = list(attention_rates(sizes, device))
+    copied, launched = copy(sizes, device), launch(device)
+    rates = tuple(AttentionRate(length, _rate([f]), _rate([b])) for length, f, b in attended)
+    values: dict[str, object] = {
+        "device": name,
+        "linear_flops": _rate(linear),
+        "grouped_flops": _rate(grouped),
+        "attention_forward_flops": rates[0].forward_flops,
+        "attention_backward_flops": rates[0].backward_flops,
+        "attention_by_tokens": rates,
+        "copy_bytes": copied.num_bytes / copied.seconds,
+        "launch_seconds": launched.seconds,
+    }
+    if is_gpu:
+        values["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
+    rows = [*linear, *grouped, *(each for _, f, b in attended for each in (f, b)), copied, launched]
+    if group is not None:
+        gathered, small = links(sizes, device, group)
+        size = dist.get_world_size(group)
+        values["network_bytes" if num_nodes > 1 else "node_link_bytes"] = gathered.num_bytes / gathered.seconds
+        values["latency"] = small.seconds / (2 * (size - 1))  # a sum goes round twice
+        values["gpus_per_node"] = size // num_nodes
+        rows += [gathered, small]
+    missing = tuple(each for each in _RATES if each not in values)
+    source = f"measured by `lightning-d9d doctor --measure` with torch {torch.__version__}; not measured: {base.source}"
+    return replace(base, **values, not_measured=missing, source=source), rows  # type: ignore[arg-type]
+
+
+def _rate(measured: Sequence[Measured]) -> float:
+    return sum(each.flops for each in measured) / sum(each.seconds for each in measured)
+
+
+def _drawn(device: torch.device, sizes: Sizes, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=sizes.dtype)
