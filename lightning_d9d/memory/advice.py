@@ -1,4 +1,4 @@
-"""Compares what a step needs with the memory that there is, and finds the nearest settings that fit."""
+"""Compares the needs of a step with the available memory, and finds the nearest settings that fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.memory.step import StepMemory, StepSettings, gib
 
 _MARGIN = 1.05
-"""A step is refused if arithmetic says so many times the memory that there is."""
+"""A step is refused if it needs this many times the available memory by arithmetic."""
 _MAX_RANKS = 1024
 
 
@@ -27,14 +27,14 @@ def refuse_too_large(
 ) -> str | None:
     """Refuse a step that cannot fit. Local.
 
-    It is refused if weights, gradients and states alone exceed the memory, or if arithmetic says at least 5 % more than
-    there is. So a step that fits is not refused.
+    A step is refused if weights, gradients and states alone exceed the memory, or if the arithmetic needs at least 5 %
+    more than that. So a step that fits is not refused.
 
     Args:
-        step: What it needs.
-        settings: What was asked for.
-        available: Bytes that there are.
-        can_step_in_backward: Whether the update may be inside of the backward.
+        step: The memory of the step.
+        settings: The settings of the run.
+        available: Bytes of the device.
+        can_step_in_backward: Whether the update may run inside of the backward.
 
     Returns:
         A note if it may be too close to fit, else None.
@@ -58,13 +58,13 @@ def refuse_too_large(
 
 
 def advice(step: StepMemory, settings: StepSettings, available: int, can_step_in_backward: bool = False) -> str:
-    """Say which settings nearest to the given ones fit, or that none is known to. Local.
+    """Return a sentence with the nearest settings that fit, or that none is known. Local.
 
     Args:
-        step: What it needs.
-        settings: What was asked for.
-        available: Bytes that there are, also for fragments and what torch does not know.
-        can_step_in_backward: Whether the update may be inside of the backward.
+        step: The memory of the step.
+        settings: The settings of the run.
+        available: Bytes of the device, also for fragments and memory outside of torch.
+        can_step_in_backward: Whether the update may run inside of the backward.
     """
     for candidate in _nearest(step, settings, can_step_in_backward):
         memory = step.of(candidate)
@@ -74,7 +74,10 @@ def advice(step: StepMemory, settings: StepSettings, available: int, can_step_in
 
 
 def _nearest(step: StepMemory, settings: StepSettings, can_step_in_backward: bool) -> Iterator[StepSettings]:
-    """Other settings: those with fewest changes first, of these what changes no number first, and more ranks last."""
+    """Yield other settings, those with the fewest changes first.
+
+    Among these, changes that keep all numbers come first, and more ranks come last.
+    """
     knows_activations = step.of(settings).knows_activations
     rows = [settings.num_rows]
     while knows_activations and rows[-1] is not None and rows[-1] > 1:
@@ -103,7 +106,7 @@ def _distance(values: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[int, lis
 
 
 def _changes(before: StepSettings, after: StepSettings) -> str:
-    """Return the text that a user writes to come from some settings to others."""
+    """Return the text of the changes that a user makes to some settings."""
     texts = {
         "recompute": f'ParallelConfig(recompute="{after.recompute}")',
         "num_rows": f"microbatches of {after.num_rows} row{'s' if after.num_rows != 1 else ''}",

@@ -1,4 +1,4 @@
-"""The stages that a rank has, as tensors on any device, in the form that `peak` takes."""
+"""The stages of a rank that has its tensors, in the form that `peak` takes."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from lightning_d9d.schedule.layers import LayerCosts
 
 @dataclass(frozen=True, kw_only=True)
 class StageHeld:
-    """A stage of this rank: which layers of the model it has, and what the rank holds of them."""
+    """A stage of this rank: the layers of the model that it has, and the parts of their weights on this rank."""
 
     layers: range
     shares: StageShares
 
     @property
     def trains_all_layers(self) -> bool:
-        """True if each layer has something that is trained, so that gradients pass through all of them."""
+        """True if each layer has a trained parameter, so that gradients pass through all layers."""
         return all(any(share.weight.is_trained for share in held) for held in self.shares.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagesHeld:
-    """All stages of this rank, and what it does with them in a batch."""
+    """All stages of this rank, and its actions in a batch."""
 
     microbatch: Microbatch
     """A microbatch of one row."""
     stages: Mapping[int, StageHeld]
-    """By index in the whole model."""
+    """Stages by index in the whole model."""
     actions: Sequence[Action]
     """The rank's actions in a batch, in order."""
     rules: GradientRules
     keeps_gathered: bool = False
 
     def stages_of(self, recompute: str, num_rows: int) -> dict[int, StageOfRank] | None:
-        """Return the stages for a recomputation and rows of a microbatch; None where layers do not say what they keep.
+        """Return the stages for a kind of recomputation and a number of rows; None if the costs lack the kept bytes.
 
         Local.
         """
@@ -69,14 +69,14 @@ class StagesHeld:
         part_bytes: int | None = None,
         constant: int = 0,
     ) -> PeakBytes | None:
-        """Find the most that a step allocates; None where layers do not say what they keep. Local.
+        """Return the bytes at the peak of a step; None if the costs of layers lack the kept bytes. Local.
 
         Args:
             recompute: As `ParallelConfig.recompute`.
             num_rows: Rows of a microbatch.
             weights: Bytes of weights.
             states: Bytes of optimizer states.
-            part_bytes: Gradients that are there at once where the update is inside of the backward; None: it is not.
+            part_bytes: Most bytes of gradients at one time if the update runs inside of the backward; else None.
             constant: Bytes of workspaces.
         """
         stages = self.stages_of(recompute, num_rows)
@@ -103,14 +103,14 @@ def stage_held(
     shard_blocks: Sequence[str] | None = None,
     gather_dtype: torch.dtype | None = None,
 ) -> StageHeld | None:
-    """Return what this rank holds of a stage. Local.
+    """Return a stage with the parts of its weights on this rank. Local.
 
     Args:
         stage: The stage, on any device.
         layers: Its layers by index in the whole model.
         num_ranks: Ranks that have the stage or parts of it.
-        is_first: Whether it has what stands before the layers.
-        is_last: Whether it has what stands behind them.
+        is_first: Whether it has the embedding, or what else comes before the layers.
+        is_last: Whether it has the head, or what else comes behind them.
         shard_blocks: As `ParallelConfig.shard_blocks`.
         gather_dtype: The dtype that fully sharded parameters are gathered in; None: their own.
 

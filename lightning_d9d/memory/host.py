@@ -23,22 +23,22 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Bytes that the ranks of a machine take of the host for certain. Workers of loaders are not counted."""
+    """Bytes of the host's memory that the ranks of a machine certainly take. Workers of loaders are not counted."""
 
     checkpoint: int = 0
-    """Copies of weights and optimizer states that are saved in the background."""
+    """Copies of weights and optimizer states, for saves in the background."""
     offloaded: int = 0
     """Weights, gradients and states that stay in the host's memory."""
     inputs: int = 0
-    """Inputs of blocks that wait there for their backward."""
+    """Inputs of blocks, kept for the backward."""
 
     def times(self, num_ranks: int) -> HostMemory:
-        """Return what so many ranks like this one take."""
+        """Return the bytes of a number of ranks like this one."""
         return HostMemory(**{each.name: num_ranks * getattr(self, each.name) for each in fields(self)})
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """The sum of all parts."""
         return sum(getattr(self, each.name) for each in fields(self))
 
     @property
@@ -50,17 +50,17 @@ class HostMemory:
 
     @property
     def remedy(self) -> str:
-        """The setting that frees most."""
+        """The setting that frees the most."""
         parts = self._parts
         return _REMEDIES[max(parts, key=lambda name: parts[name])]
 
 
 def input_bytes(stages: Mapping[int, StageOfRank], actions: Sequence[Action]) -> int:
-    """Count the inputs of all blocks of a rank, when most are kept from forward to backward. Local.
+    """Count the bytes of kept inputs of a rank's blocks, at the moment with the most. Local.
 
     Args:
-        stages: The rank's, by index in the whole model.
-        actions: What the rank does in a batch, in order.
+        stages: The rank's stages, by index in the whole model.
+        actions: The rank's actions of a batch, in order.
     """
     of_stages = [0.0] * (max(stages) + 1)
     for index, stage in stages.items():
@@ -69,10 +69,10 @@ def input_bytes(stages: Mapping[int, StageOfRank], actions: Sequence[Action]) ->
 
 
 def host_bytes() -> tuple[int, int] | None:
-    """Return the host's memory, or what this process's group may take of it, and what is available now. Local.
+    """Return the host's memory, or the limit of this process's cgroup, and the memory available now. Local.
 
     Returns:
-        Both in bytes; None where the system does not say.
+        Both in bytes; None if the system does not report them.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -89,12 +89,12 @@ def host_bytes() -> tuple[int, int] | None:
 
 
 def check_host(needed: HostMemory, total: int, available: int) -> str | None:
-    """Refuse a fit whose host is too small for what it keeps there. Local.
+    """Refuse a fit that keeps more in the host's memory than it has. Local.
 
     Args:
-        needed: By all ranks of the machine.
+        needed: Bytes that all ranks of the machine need.
         total: Bytes that the host has.
-        available: Bytes that nobody has taken.
+        available: Free bytes.
 
     Returns:
         A note if it may be too close to fit, else None.

@@ -1,6 +1,6 @@
-"""The layers of a rank's stages: what they cost for a microbatch there, and what the rank holds of their weights.
+"""The layers of a rank's stages: their costs for a microbatch, and the parts of their weights on the rank.
 
-Plans build them for ranks that do not exist, and a fit for its own; both take the same steps.
+A plan builds them for ranks that do not exist, and a fit for its own rank. Both use this code.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _UNSCALED = ("weight_bytes",)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOfRank:
-    """A layer as a rank has it: what it costs for a microbatch, and what it holds."""
+    """A layer on a rank: its costs for a microbatch, and its parts of weights."""
 
     costs: LayerCosts
-    """For all rows of a microbatch, on this rank."""
+    """Costs of all rows of a microbatch, on this rank."""
     shares: tuple[Share, ...]
     recompute: str = "none"
     place: int = 0
     """Its index among the blocks of its stage."""
     wire_bytes: float = 0.0
-    """Tokens on their way to experts of other ranks and back, while they are."""
+    """Bytes of tokens in transit to experts of other ranks and back."""
 
     @property
     def is_recomputed(self) -> bool:
-        """True if only its input is kept."""
+        """True if the layer keeps only its input."""
         if self.recompute in ("none", "selective", "attention"):
             return False
         return ParallelConfig(recompute=self.recompute).recomputes_block(self.place)
 
     @property
     def kept(self) -> float:
-        """Bytes from forward to backward."""
+        """Bytes kept from forward to backward."""
         costs = self.costs
         match self.recompute:
             case "selective":
@@ -54,19 +54,19 @@ class LayerOfRank:
 
     @property
     def forward_peak(self) -> float:
-        """The most while its forward runs, with what it keeps."""
+        """The most bytes while its forward runs, with the kept ones."""
         return max(self.costs.forward_peak_bytes + self.wire_bytes, self.costs.activation_bytes)
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """The moments of the backward; if they are unknown, that with the gradients of its weights."""
+        """The moments of the backward; if they are unknown, one moment with all gradients of weights."""
         given = self.costs.backward_moments
         return given or (Moment(0.0, self.costs.weight_bytes),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageOfRank:
-    """A stage as a rank has it."""
+    """A stage on a rank."""
 
     layers: Sequence[LayerOfRank]
     before: LayerOfRank | None = None
@@ -74,18 +74,18 @@ class StageOfRank:
 
     @property
     def parts(self) -> list[LayerOfRank]:
-        """All layers in the order in which they run."""
+        """All layers in the order of the forward."""
         return [*([self.before] if self.before else []), *self.layers, *([self.after] if self.after else [])]
 
 
 class StageShares(NamedTuple):
-    """The weights of a stage as a rank holds them."""
+    """The parts of a stage's weights on a rank."""
 
     layers: Sequence[tuple[Share, ...]]
     before: tuple[Share, ...] | None = None
-    """None: another stage has what stands before the layers."""
+    """Weights before the layers; None if another stage has them."""
     after: tuple[Share, ...] | None = None
-    """None: another stage has what stands behind them."""
+    """Weights behind the layers; None if another stage has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,10 @@ class Microbatch:
     """A microbatch as a rank computes it."""
 
     costs: ModelCosts
-    """For one row of `tokens` tokens, on one rank with whole layers."""
+    """Costs of one row of `tokens` tokens, on one rank with whole layers."""
     tokens: int
     rows: float
-    """Rows, over the ranks that share their tokens."""
+    """Rows, divided by the number of ranks that share their tokens."""
     recompute: str = "none"
     tensor_parallel: int = 1
     expert_parallel: int = 1
@@ -121,7 +121,7 @@ class Microbatch:
         return StageOfRank(layers=own, before=before, after=after)
 
     def _layer(self, costs: LayerCosts, held: Sequence[Share]) -> LayerCosts:
-        """Return a layer's costs on this rank, which may have gathered tokens or frozen weights."""
+        """Return a layer's costs on this rank, with gathered tokens or frozen weights if there are any."""
         tp, weights = self.tensor_parallel, [share.weight for share in held]
         base = [each for each in weights if each.part is not Part.ADAPTERS]
         if not all(each.is_trained for each in base if len(each.shape) > 1):
@@ -134,14 +134,14 @@ class Microbatch:
         return own
 
     def _wire(self, costs: LayerCosts) -> float:
-        """Tokens to ranks with their experts and back: one row for each of these ranks, sent and received."""
+        """Return the bytes of tokens sent and received: one row for each rank with experts of a token."""
         if self.expert_parallel == 1 or not costs.dispatch_bytes:
             return 0.0
         num_copies = costs.dispatch_bytes / costs.output_bytes
         return 2 * min(num_copies, self.expert_parallel) * costs.output_bytes * self.rows
 
     def _head(self, after: Sequence[Share], before: Sequence[Share]) -> LayerCosts:
-        """Return the head's costs: its gradient is made in the forward, beside a chunk of logits."""
+        """Return the head's costs: its forward computes the gradient, beside a chunk of logits."""
         costs, tp = scaled(self.costs.after, self.rows), self.tensor_parallel
         matrices = [share for share in (*after, *before) if share.weight.part in (Part.HEAD, Part.EMBEDDING)]
         matrices = [share for share in matrices if len(share.gathered) > 1]
@@ -164,14 +164,14 @@ class Microbatch:
 
 
 def tokens_at_once(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Return for how many tokens `linear_cross_entropy` has logits at a time in bfloat16, by default. Local."""
+    """Return the number of tokens whose bfloat16 logits `linear_cross_entropy` has at a time, by default. Local."""
     x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
     options = ChunkOptions(-100, 0.0, 0.0, 0.0, 0, 0, vocabulary, "", True)
     return min(tokens, rows_at_once(x, options))
 
 
 def scaled(costs: LayerCosts, factor: float) -> LayerCosts:
-    """Return the costs of so many rows. Weights stay. Local."""
+    """Return the costs of a number of rows. Costs of weights stay. Local."""
     values = {}
     for each in fields(costs):
         value = getattr(costs, each.name)
@@ -182,7 +182,7 @@ def scaled(costs: LayerCosts, factor: float) -> LayerCosts:
 
 
 def frozen(costs: LayerCosts, *, has_adapters: bool) -> LayerCosts:
-    """Return the costs of a layer whose matrices are frozen: inputs of products are not kept for their gradients."""
+    """Return the costs of a layer with frozen matrices, which keeps no inputs of products for their gradients."""
     if costs.frozen_bytes is None:
         return costs
     kept = costs.frozen_bytes + (costs.output_bytes if has_adapters else 0.0)

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer states, from the parameters that this rank has."""
+"""Bytes of weights, gradients and optimizer states, counted from the parameters on this rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_d9d.parallel.data import num_shards
 
 _MOST_PARTS = 64
 _STEP_BYTES = 4
-"""The step that optimizers count for each parameter, a float32 scalar."""
+"""Bytes of the step counter that optimizers keep for each parameter, a float32 scalar."""
 
 
 def weight_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of what this rank holds of parameters and buffers, each once. Local."""
+    """Count the bytes of parameters and buffers on this rank, each tensor once. Local."""
     held = {id(tensor): local(tensor) for tensor in tensors}
     return sum(tensor.nbytes for tensor in held.values())
 
@@ -31,12 +31,12 @@ def gradient_bytes(
     dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
     gathered: Collection[nn.Parameter] = (),
 ) -> int:
-    """Count the bytes of all gradients that this rank has at once. Local.
+    """Count the bytes of all gradients on this rank. Local.
 
     Args:
-        parameters: Those that are frozen have none.
+        parameters: Parameters; frozen ones have no gradients.
         dtype_of: Returns the dtype in which the gradient of a parameter is kept.
-        gathered: Of these, gradients are those of whole parameters, not of this rank's shards of FSDP2.
+        gathered: Parameters whose gradients have the whole shape, not that of this rank's shard of FSDP2.
     """
     return sum(
         local(parameter).numel()
@@ -48,20 +48,20 @@ def gradient_bytes(
 
 
 def part_bytes(num_bytes: int, bucket_bytes: int) -> int:
-    """Return how many bytes of gradients are updated together inside of a backward. Local.
+    """Return the bytes of gradients in one part of an update inside of the backward. Local.
 
     Args:
-        num_bytes: All gradients. A large model's are updated in 64 parts: each costs launches and memory.
-        bucket_bytes: The size of a full bucket, which a part has at least.
+        num_bytes: Bytes of all gradients. Large models have 64 parts: each part costs launches and memory.
+        bucket_bytes: The size of a full bucket, which is the least size of a part.
     """
     return max(bucket_bytes, num_bytes // _MOST_PARTS)
 
 
 def gathered_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> int:
-    """Count the bytes of fully sharded parameters when they are gathered. Local.
+    """Count the bytes of gathered parameters. Local.
 
     Args:
-        parameters: Sharded over any axes; those of tensor and expert parallelism stay sharded.
+        parameters: Sharded parameters. The axes of tensor and expert parallelism stay sharded.
         dtype: The dtype in which they are gathered. None: their own.
     """
     return sum(
@@ -71,13 +71,13 @@ def gathered_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
 
 
 def state_bytes(optimizer: Optimizer, *, eight_bits: bool = False) -> int | None:
-    """Count the bytes of the states that an optimizer is going to have, of parameters that are trained. Local.
+    """Count the bytes of the states that an optimizer will have for trained parameters. Local.
 
-    Known are torch's Adam, AdamW, NAdam, RAdam and SGD, and this package's StochasticAdamW and MuonAdamW.
+    It knows torch's Adam, AdamW, NAdam, RAdam and SGD, and this package's StochasticAdamW and MuonAdamW.
 
     Args:
         optimizer: It need not have stepped.
-        eight_bits: Count what `StochasticAdamW(state_dtype=torch.uint8)` would have in its place.
+        eight_bits: Count the states of `StochasticAdamW(state_dtype=torch.uint8)` instead.
 
     Returns:
         The number of bytes; None for another optimizer. Subclasses count as other ones.
@@ -94,10 +94,10 @@ def state_bytes(optimizer: Optimizer, *, eight_bits: bool = False) -> int | None
 
 
 def states_of(optimizer: Optimizer) -> Callable[[Tensor], int] | None:
-    """Return what counts the bytes of states for a tensor that an optimizer would train. Local.
+    """Return a function that counts the bytes of states for a tensor trained by an optimizer. Local.
 
     Args:
-        optimizer: Its first group says how states are kept.
+        optimizer: Its first group has the settings of states.
 
     Returns:
         None for an optimizer that `state_bytes` does not know.

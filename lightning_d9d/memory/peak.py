@@ -1,10 +1,10 @@
-"""The most that a step has allocated on a rank: its actions one after the other, layer by layer.
+"""The peak memory of a rank's step, found by walking through its actions layer by layer.
 
-[Note: what is there when] From step to step there are weights and optimizer states. A forward adds what each layer
-keeps; the layer that runs takes more for a moment. A backward takes a layer's share away again and leaves gradients.
-Recomputed layers keep their input, and are whole when their backward comes. The first backward of a window makes
-gradients; later ones add to them, with one more gradient at a time. Units that FSDP2 gathers come on top: one and
-the next one, with the gradients of a gathered unit. So does the message that sums gradients, until the next one.
+[Note: memory over a step] Weights and optimizer states exist all the time. A forward adds the tensors that each layer
+keeps, and the running layer needs more for a moment. A backward frees a layer's tensors and leaves gradients.
+Recomputed layers keep their input, and all their tensors exist again during their backward. The first backward of a
+window allocates gradients. Later backwards add to them, and need one more gradient at a time. FSDP2 adds the gathered
+unit and the next one, with the gradients of a gathered unit. The message that sums gradients exists until the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GradientRules:
     accumulates: bool = False
     """True if several backwards add up."""
     accumulates_batches: bool = False
-    """True if those of several batches do, so that all gradients are there when a batch begins."""
+    """True if the backwards of several batches add up. Then all gradients exist when a batch begins."""
     wide: int = 4
     """Bytes of a number in a bucket."""
     wide_units: int = 4
@@ -35,21 +35,21 @@ class GradientRules:
     reduces_each: bool = False
     """True if FSDP2 reduces after each microbatch."""
     part_bytes: int | None = None
-    """Gradients that are there at once where the update is inside of the backward; None: it is not."""
+    """Most bytes of gradients at one time if the update runs inside of the backward; None if it runs after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakBytes:
-    """The bytes at the moment when most are there. Torch calls `total` allocated."""
+    """The bytes at the peak of a step. Torch calls `total` allocated."""
 
     weights: int = 0
     gradients: int = 0
     states: int = 0
     activations: int = 0
     gathered: int = 0
-    """Units of FSDP2 in whole, their gradients, and messages in which these are summed."""
+    """Gathered units of FSDP2, their gradients, and the messages that sum these."""
     working: int = 0
-    """Bytes of the layer that runs: results, gradients of results, logits, tokens on their way."""
+    """Bytes of the running layer: results, their gradients, logits, and tokens in transit."""
     constant: int = WORKSPACE
 
     @property
@@ -59,7 +59,7 @@ class PeakBytes:
 
 
 class LayerGradients:
-    """Gradients of a layer: what stays, what is fresh, and what FSDP2 adds."""
+    """Bytes of a layer's gradients: those that stay, those just computed, and those that FSDP2 adds."""
 
     def __init__(self, shares: Iterable[Share], rules: GradientRules) -> None:
         trained = [share for share in shares if share.weight.is_trained]
@@ -81,13 +81,13 @@ class LayerGradients:
 
 
 def gradients_at_end(shares: Iterable[Share], rules: GradientRules) -> int:
-    """Count the gradients of these weights at the end of a step, if the update comes behind it. Local."""
+    """Count the bytes of the gradients at the end of a backward, before the update. Local."""
     own = LayerGradients(shares, rules)
     return own.stays + own.of_shards
 
 
 def gathered_bytes(layer: LayerOfRank) -> int:
-    """Count the bytes of a layer's units when they are gathered. Local."""
+    """Count the bytes of a layer's gathered units. Local."""
     return sum(share.num_gathered * share.width for share in layer.shares if share.is_unit)
 
 
@@ -101,11 +101,11 @@ def peak(
     keeps_gathered: bool,
     constant: int = WORKSPACE,
 ) -> PeakBytes:
-    """Find the moment of a step at which a rank has allocated most. [Note: what is there when]. Local.
+    """Return the bytes of a rank at the peak of a step. Local. See [Note: memory over a step].
 
     Args:
-        stages: The rank's, by index in the whole model.
-        actions: What the rank does in a batch, in order.
+        stages: The rank's stages, by index in the whole model.
+        actions: The rank's actions of a batch, in order.
         weights: Bytes of its weights.
         states: Bytes of its optimizer states.
         rules: How gradients are kept.
@@ -180,7 +180,7 @@ class _Walk:
             self.best = now
 
     def around(self, stage: StageOfRank, place: int, step: int) -> float:
-        """Bytes of the unit that runs and of the next one, which is there twice: as a message, and copied out."""
+        """Bytes of the running unit and of the next one, which exists twice: as a message, and as its copy."""
         if self.keeps:
             return 0.0
         parts = stage.parts
@@ -250,7 +250,7 @@ class _Walk:
         self.has_gradients.add(index)
 
     def settle(self, own: LayerGradients, *, is_first: bool, is_last: bool) -> None:
-        """Count the gradients that a layer's backward leaves behind."""
+        """Add the gradients that remain after a layer's backward."""
         if self.rules.part_bytes is not None and not self.rules.accumulates:
             self.there = min(self.there + own.stays + own.of_shards, self.rules.part_bytes)
             return

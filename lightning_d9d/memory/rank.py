@@ -1,4 +1,4 @@
-"""A rank of a run before there is one: its stages, what they hold, and the most that a step allocates there."""
+"""A rank of a planned run: its stages, their parts of weights, and the peak memory of a step."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ StateBytes = Callable[[Share], int]
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """A model, and how a run spreads and trains it: all that memory follows from."""
+    """A model and the settings of a run: all that determines a rank's memory."""
 
     weights: ModelWeights
     costs: ModelCosts
-    """For one whole row, on one rank."""
+    """Costs of one whole row, on one rank."""
     tokens: int
     """The tokens of a whole row."""
     mesh: MeshConfig
     schedule: Schedule
     layers_of_stages: tuple[range, ...]
     rows: int
-    """The rows of a microbatch, of ranks that share one."""
+    """The rows of a microbatch, for all ranks that share it."""
     num_microbatches: int
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     accumulates_batches: bool = False
     sum_bytes: int = 4
-    """Bytes of a number in which gradients are summed."""
+    """Bytes of a number in sums of gradients."""
     reduces_each: bool = False
     """True if FSDP2 reduces gradients after each microbatch."""
     step_in_backward: bool = False
     bucket_bytes: int = 32 * 2**20
     state_bytes: StateBytes = lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
-    """Bytes of the optimizer's states for what a rank holds of a weight."""
+    """Returns the bytes of the optimizer's states for a rank's part of a weight."""
 
     @property
     def accumulates(self) -> bool:
@@ -53,20 +53,20 @@ class RankModel:
 
     @property
     def unit_sum_bytes(self) -> int:
-        """Bytes of a number in which FSDP2 sums gradients."""
+        """Bytes of a number in FSDP2's sums of gradients."""
         reduced = self.parallel.dtypes[1]
         return self.sum_bytes if reduced is None else reduced.itemsize
 
     @property
     def keeps_gathered(self) -> bool:
-        """True if fully sharded stages stay gathered over a batch, as the strategy decides it."""
+        """True if the strategy would keep fully sharded stages gathered over a batch."""
         splits = any(isinstance(part, BackwardInput) for action in self.actions(0) for part in compute_parts(action))
         is_one = self.num_microbatches == 1
         return splits or self.parallel.keeps_gathered(num_stages=self.mesh.pipeline_parallel, is_one_microbatch=is_one)
 
     @property
     def share_of_row(self) -> float:
-        """The part of a microbatch's tokens that a rank computes."""
+        """The share of a microbatch's tokens that a rank computes."""
         mesh = self.mesh
         parts = mesh.tensor_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
         return self.rows / parts
@@ -84,16 +84,16 @@ class RankModel:
         )
 
     def spread(self) -> Spread:
-        """Return the rules of where weights lie."""
+        """Return the rules that place weights on ranks."""
         return Spread(self.mesh, self.parallel)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
-        """Return what a rank of the pipeline computes in a batch."""
+        """Return the actions of a pipeline rank in a batch."""
         program = merge_backwards(self.schedule.compute(self.mesh.pipeline_parallel, self.num_microbatches))
         return program.ranks[rank]
 
     def stages(self, rank: int, spread: Spread) -> dict[int, StageOfRank]:
-        """Return the stages of a rank of the pipeline, by index."""
+        """Return the stages of a pipeline rank, by index."""
         last = len(self.layers_of_stages) - 1
         indices = self.schedule.stages_of(rank, self.mesh.pipeline_parallel)
         return {index: self.stage(self.layers_of_stages[index], index == 0, index == last, spread) for index in indices}
@@ -109,21 +109,21 @@ class RankModel:
         return self.microbatch.stage(layers, StageShares(own, before, after))
 
     def held(self, rank: int) -> list[Share]:
-        """Return what a rank of the pipeline holds, each weight once."""
+        """Return the parts of weights on a pipeline rank, each weight once."""
         found = []
         for stage in self.stages(rank, self.spread()).values():
             found += [share for part in stage.parts for share in part.shares]
         return found
 
     def at_end(self, rank: int) -> tuple[int, int, int]:
-        """Count weights, gradients and optimizer states of a rank of the pipeline at the end of a step. Local."""
+        """Count weights, gradients and optimizer states of a pipeline rank at the end of a step. Local."""
         held = self.held(rank)
         weights = sum(share.numel * share.weight.dtype.itemsize for share in held)
         states = sum(self.state_bytes(share) for share in held if share.weight.is_trained)
         return weights, gradients_at_end(held, self.rules(held)), states
 
     def rules(self, held: list[Share]) -> GradientRules:
-        """Return how gradients are kept."""
+        """Return the rules by which gradients are kept."""
         part = None
         if self.step_in_backward:
             whole = sum(share.numel * share.weight.dtype.itemsize for share in held if share.weight.is_trained)
@@ -138,10 +138,10 @@ class RankModel:
         )
 
     def host(self, rank: int, *, copies: bool) -> HostMemory:
-        """Count what a rank of the pipeline keeps in its host's memory. Local.
+        """Count the bytes that a pipeline rank keeps in its host's memory. Local.
 
         Args:
-            rank: Of the pipeline.
+            rank: A pipeline rank.
             copies: Whether checkpoints are written in the background.
         """
         weights, gradients, states = self.at_end(rank)
@@ -153,7 +153,7 @@ class RankModel:
         )
 
     def peak(self, rank: int) -> PeakBytes:
-        """Find the most that a step allocates on a rank of the pipeline. Local."""
+        """Return the bytes at the peak of a step on a pipeline rank. Local."""
         weights, _, states = self.at_end(rank)
         return peak(
             self.stages(rank, self.spread()),

@@ -1,4 +1,4 @@
-"""The costs of layers as a rank of a mesh has them, in the form by which steps are timed and `Auto` chooses."""
+"""The costs of layers on a rank of a mesh, in the form that the simulation and `Auto` take."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_d9d.schedule.tune import PeakOfCandidate
 
 
 def microbatch_costs(model: RankModel, layer: LayerOfRank, *, is_head: bool = False) -> LayerCosts:
-    """Return what a layer costs for a microbatch on this rank. Local.
+    """Return a layer's costs for a microbatch on this rank. Local.
 
-    Matrices are as large as the rank has gathered them. Activations are those that recomputation keeps. `state_bytes`
-    has weights, states and the gradients of several microbatches, and what stays gathered.
+    Matrices have their gathered size. Activations are those that recomputation keeps. `state_bytes` has weights,
+    states, the gradients of several microbatches, and weights that stay gathered.
     """
     sent = of_head(model, 1) if is_head else of_layer(model, layer, 1) if layer.costs.output_bytes else ()
     gradients = LayerGradients(layer.shares, model.rules([]))
@@ -37,9 +37,9 @@ def microbatch_costs(model: RankModel, layer: LayerOfRank, *, is_head: bool = Fa
 
 
 def row_costs(model: RankModel) -> ModelCosts:
-    """Return what each part of a model costs for one row on a rank of its mesh. Local.
+    """Return the costs of each part of a model for one row on a rank of its mesh. Local.
 
-    Sums of gradients are counted as those of several microbatches.
+    Gradients are counted as for several microbatches.
     """
     one = replace(model, rows=1, num_microbatches=max(2, model.num_microbatches))
     stage = one.stage(range(len(model.costs.layers)), True, True, one.spread())
@@ -53,7 +53,7 @@ def row_costs(model: RankModel) -> ModelCosts:
 
 
 def peak_of(model: RankModel) -> PeakOfCandidate:
-    """Return what finds the bytes of the rank that needs most, with other stages and microbatches. Local."""
+    """Return a function that finds the peak of the rank with the most, for other stages and microbatches. Local."""
 
     def most(schedule: Schedule, layers: Sequence[range], rows: int, number: int) -> float:
         tried = replace(model, schedule=schedule, layers_of_stages=tuple(layers), rows=rows, num_microbatches=number)
@@ -63,7 +63,7 @@ def peak_of(model: RankModel) -> PeakOfCandidate:
 
 
 def _head(model: RankModel, layer: LayerOfRank) -> LayerCosts:
-    """Return the head's costs for a row; the gradient that its forward makes does not grow with rows."""
+    """Return the head's costs for a row; the gradient from its forward does not grow with rows."""
     costs = microbatch_costs(model, layer, is_head=True)
     kept = model.costs.after.activation_bytes * model.share_of_row * model.mesh.tensor_parallel
     return replace(costs, activation_bytes=kept)

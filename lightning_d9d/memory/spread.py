@@ -1,9 +1,9 @@
-"""The parts of a model's weights that each rank of a mesh holds, by arithmetic: no mesh is built.
+"""The parts of a model's weights on each rank of a mesh, by arithmetic: no mesh is built.
 
-[Note: shares of a weight] A weight is cut twice. Tensor parallelism cuts matrices in equal parts. It cuts heads of keys
-and values in as many parts as there are heads at most. Expert parallelism cuts experts. The rest is fully sharded over
-`num_shards` ranks along `shard_dim`: each but the last has ceil(size / num_shards) of it. `num_copies` ranks hold the
-same in the end. The rules are those of `lightning_d9d.parallel`; tests hold them against its tensors.
+[Note: shares of a weight] A weight is split twice. Tensor parallelism splits matrices in equal parts, but heads of keys
+and values in no more parts than there are heads. Expert parallelism splits the experts. Each part is then fully sharded
+over `num_shards` ranks along `shard_dim`: all but the last have ceil(size / num_shards) rows. `num_copies` ranks have
+the same shard. The rules are those of `lightning_d9d.parallel`; tests compare them with its tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_d9d.parallel.data import blocks_of, shard_dim
 
 
 class Cut(StrEnum):
-    """The ranks that cut a weight before it is fully sharded."""
+    """The axis that splits a weight before it is fully sharded."""
 
     NOTHING = "nothing"
     TENSOR = "tensor ranks"
@@ -57,26 +57,26 @@ class Weight:
     part: Part
     cut: Cut = Cut.NOTHING
     dim: int = 0
-    """The dim along which it is cut."""
+    """The dim along which it is split."""
     num_heads: int = 0
-    """The heads of keys and values, if it is cut in heads."""
+    """The heads of keys and values, if it is split by heads."""
     is_trained: bool = True
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the whole weight."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWeights:
-    """The parameters of a whole model, as a pipeline cuts it."""
+    """The parameters of a whole model, grouped as a pipeline splits it."""
 
     before: tuple[Weight, ...] = ()
     layers: tuple[tuple[Weight, ...], ...]
     after: tuple[Weight, ...] = ()
     tied: tuple[Weight, ...] = ()
-    """The weights of `before` of which the last stage has a copy, if it is not the first."""
+    """Weights of `before` that the last stage has a copy of, if it is not the first."""
 
     @property
     def every(self) -> list[Weight]:
@@ -89,7 +89,7 @@ class ModelWeights:
         return sum(each.numel for each in self.every)
 
     def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> list[Weight]:
-        """Return what a stage has."""
+        """Return the weights of a stage."""
         before = self.before if is_first else self.tied if is_last else ()
         inside = (weight for index in layers for weight in self.layers[index])
         return [*before, *inside, *(self.after if is_last else ())]
@@ -97,42 +97,42 @@ class ModelWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The part of a weight that a rank holds. [Note: shares of a weight]."""
+    """The part of a weight on a rank. See [Note: shares of a weight]."""
 
     weight: Weight
     gathered: tuple[int, ...]
-    """Its shape when it is gathered over the ranks that fully shard it."""
+    """Shape after FSDP2 gathered it."""
     shape: tuple[int, ...]
-    """Its shape on the first of these ranks, which has most."""
+    """Shape on the first of the ranks that fully shard it, which has the most."""
     num_shards: int
     num_copies: int
     is_unit: bool
     """True if FSDP2 gathers and reduces it."""
     gather_dtype: torch.dtype | None = None
-    """The dtype that FSDP2 gathers it in; None: its own."""
+    """The dtype in which FSDP2 gathers it; None: its own."""
 
     @property
     def numel(self) -> int:
-        """Elements that the rank holds."""
+        """Elements on the rank."""
         return math.prod(self.shape)
 
     @property
     def num_gathered(self) -> int:
-        """Elements when it is gathered."""
+        """Elements after FSDP2 gathered it."""
         return math.prod(self.gathered)
 
     @property
     def width(self) -> int:
-        """Bytes of an element of the weight that products read, and of its fresh gradient."""
+        """Bytes of an element of the weight in products, and of its gradient before sums."""
         return ((self.gather_dtype if self.is_unit else None) or self.weight.dtype).itemsize
 
     @property
     def num_padded(self) -> int:
-        """Elements of a message of FSDP2, in which all ranks have as much as the first."""
+        """Elements of a message of FSDP2, in which each rank has the size of the first one's part."""
         return self.numel * self.num_shards
 
     def of_rank(self, place: int) -> tuple[int, ...]:
-        """Return the shape on another of the ranks that fully shard it: a shape with a 0 where nothing is left."""
+        """Return the shape on another of the ranks that fully shard it; it has a 0 if nothing is left."""
         if self.num_shards == 1:
             return self.shape
         dim = shard_dim(self.gathered, self.num_shards)
@@ -143,10 +143,10 @@ class Share:
 def weights_of(model: nn.Module, shard_blocks: Sequence[str] | None = None) -> ModelWeights:
     """List the parameters of a whole model, which may be on the meta device. Local.
 
-    What is neither in a block nor declared before the first of them counts as behind the layers.
+    Parameters that are outside of blocks, and declared behind the first block, count as behind the layers.
 
     Args:
-        model: One stage that has everything.
+        model: The whole model as one stage.
         shard_blocks: As `ParallelConfig.shard_blocks`.
     """
     described = described_parameters(model)
@@ -160,7 +160,7 @@ def weights_of(model: nn.Module, shard_blocks: Sequence[str] | None = None) -> M
 
 
 class StageParts(NamedTuple):
-    """The parameters of a stage as it runs."""
+    """The parameters of a stage in the order of its forward."""
 
     before: list[nn.Parameter]
     layers: list[list[nn.Parameter]]
@@ -190,7 +190,7 @@ def parts_of(
 
 
 _Rule = tuple[nn.Module, Part, Cut, int, int]
-"""A module, what its parameters are for, and what cuts them: along which dim, with how many heads."""
+"""A module with the purpose of its parameters, and how they are split: the axis, the dim and the heads."""
 
 
 def described_parameters(model: nn.Module) -> dict[nn.Parameter, Weight]:
@@ -256,11 +256,11 @@ def _plain(parameter: nn.Parameter, part: Part) -> Weight:
 
 
 class Spread:
-    """How weights lie on the ranks of a stage, for one mesh and configuration.
+    """The rules that place weights on the ranks of a stage, for one mesh and configuration.
 
     Args:
         mesh: Resolved degrees.
-        parallel: Says what FSDP2 does with experts, by its dtypes and `offload`.
+        parallel: Its dtypes and `offload` determine how FSDP2 treats experts.
     """
 
     def __init__(self, mesh: MeshConfig, parallel: ParallelConfig | None = None) -> None:
@@ -278,11 +278,11 @@ class Spread:
         self.share = functools.cache(self._share)
 
     def experts_are_apart(self) -> bool:
-        """Return whether experts are gathered, or summed, over other ranks than the rest of their layer."""
+        """Return whether experts are gathered or summed over other ranks than the rest of their layer."""
         return self._apart
 
     def _share(self, weight: Weight) -> Share:
-        """Return the part of a weight that a rank has."""
+        """Return a rank's part of a weight."""
         num_parts, num_shards, is_unit = 1, self._shards, self._shards > 1
         match weight.cut:
             case Cut.EXPERTS if self._apart:
@@ -310,12 +310,12 @@ class Spread:
         )
 
     def shares(self, weights: Iterable[Weight]) -> list[Share]:
-        """Return what a rank has of several."""
+        """Return a rank's parts of several weights."""
         return [self.share(each) for each in weights]
 
 
 def elements(shares: Iterable[Share]) -> dict[Part, int]:
-    """Count the elements that the rank with most holds, by what they are for. Local."""
+    """Count the elements of the rank with the most, by purpose. Local."""
     counted: dict[Part, int] = {}
     for each in shares:
         counted[each.weight.part] = counted.get(each.weight.part, 0) + each.numel

@@ -12,28 +12,28 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Memory of a device beside what is allocated."""
+    """Memory of a device that no tensor uses."""
 
     workspace: int = WORKSPACE
     """Bytes that libraries allocate."""
     pools: int = 256 * 2**20
     """Bytes of the allocator's pools of small blocks."""
     fragments: float = 0.06
-    """The share of what is allocated that fragments take. It and `pools` were chosen with one H200 in view that had
-    129 GiB for 121 (docs/benchmarks/whole-model.md)."""
+    """Fragments as a share of the allocated bytes. This and `pools` were fitted to one H200 run, which reserved 129 GiB
+    for 121 (docs/benchmarks/whole-model.md)."""
     outside: int = 700 * 2**20
-    """Bytes of CUDA's context and libraries, and of nccl's buffers, which torch does not know. Assumed."""
+    """Bytes of CUDA's context and libraries, and of nccl's buffers. They are outside of torch's allocator. Assumed."""
 
     def reserved(self, allocated: int) -> int:
-        """Return the bytes that torch's allocator has of the device. Local."""
+        """Return the bytes that torch's allocator reserves on the device. Local."""
         return int(allocated * (1 + self.fragments)) + self.pools
 
     def needed(self, allocated: int) -> int:
-        """Return the bytes of the device, with those that torch does not know. Local."""
+        """Return the bytes that the process takes on the device, also outside of torch's allocator. Local."""
         return self.reserved(allocated) + self.outside
 
     def allocatable(self, device: int) -> int:
-        """Return the most that can be allocated on a device with so many bytes. Local."""
+        """Return the most bytes that tensors can take on a device of `device` bytes. Local."""
         return max(0, int((device - self.outside - self.pools) / (1 + self.fragments)))
 
 
@@ -43,23 +43,23 @@ HOST_OVERHEAD = Overhead(workspace=0, pools=0, outside=0)
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank at the moment of a step that needs most."""
+    """Bytes on one rank at the peak of a step."""
 
     peak: PeakBytes
     certain: int
-    """Weights, all gradients and states: what every step needs at its end."""
+    """Bytes of weights, all gradients and states, which every step needs at its end."""
     knows_states: bool = True
     knows_activations: bool = True
     overhead: Overhead = HOST_OVERHEAD
 
     @property
     def total(self) -> int:
-        """The sum of what is there at once, `certain` or more; parts that are unknown count 0."""
+        """The bytes at the peak, at least `certain`; unknown parts count as 0."""
         return max(self.peak.total, self.certain)
 
     @property
     def needed(self) -> int:
-        """The bytes of the device that the step needs, with fragments and what torch does not know."""
+        """The bytes of the device that the step needs, with fragments and memory outside of torch."""
         return self.overhead.needed(self.total)
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class StepSettings:
     eight_bits: bool = False
     """True if optimizer states are to be replaced by those of eight bits."""
     num_ranks: int = 1
-    """Over how many times as many ranks weights are sharded."""
+    """Factor by which more ranks share the weights than in this run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +96,14 @@ class StepMemory:
     gradients: int
     """All gradients at the end of a step."""
     gradients_in_backward: int
-    """Gradients that are there at once if the update is inside of the backward."""
+    """Most bytes of gradients at one time if the update runs inside of the backward."""
     states: int | None
     eight_bit_states: int | None
-    """None: the optimizer is of another kind."""
+    """Bytes of states in eight bits; None if the optimizer has no such states."""
     gathered: int = 0
-    """Buffers of gathered weights, where nothing is known of activations."""
+    """Buffers of gathered weights, counted if activations are unknown."""
     held: StagesHeld | None = None
-    """The rank's stages and what it does with them. None: the model does not say."""
+    """The rank's stages and its actions; None if the model gives no costs."""
     accumulates: bool = False
     """True if several backwards add up to a step, so that no gradient is free before the last one."""
     overhead: Overhead = HOST_OVERHEAD
@@ -152,5 +152,5 @@ class StepMemory:
 
 
 def gib(num_bytes: int) -> str:
-    """Return a number of bytes in the unit that people read."""
+    """Return a number of bytes as text in GiB or MiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

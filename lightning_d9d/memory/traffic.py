@@ -1,11 +1,11 @@
-"""Bytes that a rank sends in a step, by kind of message and by the ranks that it goes to.
+"""Bytes that a rank sends in a step, by kind of message and by destination.
 
-[Note: what is sent] Each of n ranks in a ring sends (n - 1)/n of the whole to gather or to scatter it. To sum it, each
-sends twice as much. Tokens go to each rank with some of their experts and back, and gradients the same way. Numbers and
-weights of their experts go there in float32, and gradients of these come back. Before that every rank sends every other
-the numbers of tokens and copies in int64. Ranks of tensor parallelism gather the tokens of attention, of a dense MLP
-and of the head. They also gather the gradients of what they scatter. They scatter as often, and gather some numbers of
-each loss.
+[Note: what is sent] To gather or scatter a tensor, each of n ranks in a ring sends (n - 1)/n of it. An all-reduce sends
+twice as much. Tokens go once to each rank with some of their experts, and come back; so do their gradients. Indices and
+weights of the experts go along in float32, and gradients of the weights come back. Before that, each rank sends every
+other rank the numbers of tokens and copies in int64. Ranks of tensor parallelism gather the tokens of attention, of a
+dense MLP and of the head. They also gather the gradients of scattered tensors. They scatter as often as they gather,
+and gather some numbers of each loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_d9d.memory.spread import Cut, Part, Share
 from lightning_d9d.mesh import Axis
 
 NUMBERS_OF_A_LOSS = 2
-"""Numbers for each token that ranks with parts of a vocabulary send each other."""
+"""Numbers for each token that ranks with parts of the vocabulary exchange."""
 _WIDE = 4
 
 
@@ -32,7 +32,7 @@ class Sent(NamedTuple):
     what: str
     """One of "weights", "gradients", "tokens to experts", "activations"."""
     axis: str
-    """The axis of the mesh whose ranks it goes to."""
+    """The axis of the mesh along which it is sent."""
     num_ranks: int
     span: int
     """The number of consecutive ranks from the first to the last of them."""
@@ -47,12 +47,12 @@ class Sent(NamedTuple):
 
 
 def share_sent(num_ranks: int) -> float:
-    """Return how much of what ranks in a ring gather or scatter each sends. Local."""
+    """Return the share of a tensor that each rank of a ring sends to gather or scatter it. Local."""
     return (num_ranks - 1) / num_ranks
 
 
 def traffic(model: RankModel, rank: int) -> list[Sent]:
-    """List what a rank of the pipeline sends in a step. Local."""
+    """List the messages of a pipeline rank in a step. Local."""
     held = model.held(rank)
     found = [*_of_weights(model, held), *_of_tokens(model, rank), *_of_pipeline(model, rank)]
     return [each for each in found if each.num_ranks > 1 and each.num_bytes > 0]
@@ -98,7 +98,7 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
 
 
 def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
-    """Yield messages of activations, in all microbatches."""
+    """Yield the messages of activations, in all microbatches."""
     for stage in model.stages(rank, model.spread()).values():
         for layer in stage.layers:
             yield from of_layer(model, layer, model.num_microbatches)
@@ -107,7 +107,7 @@ def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
 
 
 def of_layer(model: RankModel, layer: LayerOfRank, number: int) -> Iterator[Sent]:
-    """Yield messages of a layer's tokens in so many microbatches. Local."""
+    """Yield the messages of a layer's tokens in a number of microbatches. Local."""
     mesh = model.mesh
     tp, ep = mesh.tensor_parallel, mesh.expert_parallel
     cp = mesh.context_parallel_shard * mesh.context_parallel_replicate
@@ -133,7 +133,7 @@ def of_layer(model: RankModel, layer: LayerOfRank, number: int) -> Iterator[Sent
 
 
 def of_head(model: RankModel, number: int) -> Iterator[Sent]:
-    """Yield messages of the head and its loss in so many microbatches. Local."""
+    """Yield the messages of the head and its loss in a number of microbatches. Local."""
     tp = model.mesh.tensor_parallel
     if tp == 1:
         return
@@ -148,11 +148,11 @@ def of_head(model: RankModel, number: int) -> Iterator[Sent]:
 def _of_context(
     model: RankModel, shares: Sequence[Share], tokens: float, width: int, cp: int, number: int
 ) -> Iterator[Sent]:
-    """Yield the messages of a layer because others have parts of its sequences.
+    """Yield the messages of a layer under context parallelism.
 
-    With "gather" keys and values go out in forward and backward, then all their gradients, in float32. With "ring" both
-    go round, and in the backward their gradients. With "heads" queries, keys, values, the result and their gradients
-    go out.
+    With "gather", keys and values are sent in forward and backward, then all their gradients in float32. With "ring",
+    both go round the ring, and their gradients in the backward. With "heads", queries, keys, values, the result and
+    their gradients are sent.
     """
     tp = model.mesh.tensor_parallel
     cut = [share.gathered[0] for share in shares if share.weight.cut is Cut.HEADS and len(share.gathered) > 1]
@@ -177,7 +177,7 @@ def _of_context(
 
 
 def _of_pipeline(model: RankModel, rank: int) -> Iterator[Sent]:
-    """Hidden states to the next stage, and gradients of them to the one before, unless it is on this rank."""
+    """Yield hidden states to the next stage and gradients to the previous one, if these are on other ranks."""
     pp = model.mesh.pipeline_parallel
     placement = model.schedule.placement(pp)
     each = model.costs.layers[0].output_bytes * model.share_of_row

@@ -1,6 +1,6 @@
 """Plans of runs by arithmetic: memory, bubble, traffic and time of any number of ranks, on a laptop.
 
-The arithmetic of memory and traffic is `lightning_d9d.memory`'s, which the strategy's own check shares.
+`lightning_d9d.memory` has the arithmetic of memory and traffic, which the strategy's check uses, too.
 """
 
 from lightning_d9d.plan.machine import MachineTable, machine_of, shipped

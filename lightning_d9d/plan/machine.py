@@ -1,4 +1,4 @@
-"""Rates at which a machine computes and sends: tables that are shipped, or one in a file."""
+"""Rates of computation and links of a machine, from shipped tables or a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHIPPED = Path(__file__).with_name("machines.json")
 
 
 class AttentionRate(NamedTuple):
-    """Operations a second of attention for rows of a length."""
+    """Operations per second of attention for rows of a length."""
 
     tokens: int
     forward_flops: float
@@ -25,7 +25,7 @@ class AttentionRate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineTable:
-    """Rates of one kind of GPU, and of the links between several. Operations and bytes a second.
+    """Rates of one kind of GPU and of its links, in operations and bytes per second.
 
     Raises:
         ConfigError: A rate is not a finite number above 0.
@@ -34,9 +34,9 @@ class MachineTable:
     device: str
     """The name that `torch.cuda.get_device_name` returns."""
     memory_gib: float
-    """The memory that torch can have."""
+    """The memory in bytes that torch can use."""
     peak_flops: float
-    """Dense products in bfloat16, by the data sheet: what MFU is a share of."""
+    """Dense bfloat16 products by the data sheet, of which MFU is a share."""
     linear_flops: float
     """Products of projections and of the head."""
     grouped_flops: float
@@ -46,22 +46,22 @@ class MachineTable:
     attention_backward_flops: float
     """The backward of attention."""
     copy_bytes: float
-    """Bytes read and written by what only moves memory."""
+    """Bytes read and written by operations that only move memory."""
     gpus_per_node: int
     node_link_bytes: float
-    """Bytes a second that a rank sends to others of its node."""
+    """Bytes per second that a rank sends within its node."""
     network_bytes: float
-    """Bytes a second that a rank sends to other nodes."""
+    """Bytes per second that a rank sends to other nodes."""
     latency: float
-    """Seconds that a message takes besides."""
+    """Latency of a message in seconds."""
     action_seconds: float
-    """Seconds that an action of a pipeline takes beside its kernels."""
+    """Seconds that an action of a pipeline adds to its kernels."""
     host_share: float
-    """The share of their time that kernels take longer in a step than alone."""
+    """Extra time of kernels in a step, as a share of their time alone."""
     attention_by_tokens: tuple[AttentionRate, ...] = ()
-    """Rates of attention by the length of a row. The nearest length counts, in place of the two rates above."""
+    """Rates of attention by the length of a row. The nearest length replaces the two rates above."""
     launch_seconds: float = 0.0
-    """Seconds that the host takes to launch a kernel, as measured, for people; 0: it was not."""
+    """Measured seconds of the host to launch a kernel, for information only; 0 if not measured."""
     source: str
     not_measured: tuple[str, ...] = ()
     """The fields that come from data sheets, other devices, fits or assumptions; `source` says which."""
@@ -81,12 +81,12 @@ class MachineTable:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that torch can have."""
+        """The memory in bytes that torch can use."""
         return int(self.memory_gib * 2**30)
 
     @property
     def allocatable(self) -> int:
-        """The memory that torch can give to tensors."""
+        """The memory in bytes that tensors can take."""
         return GPU_OVERHEAD.allocatable(self.memory_bytes)
 
     @property
@@ -119,11 +119,11 @@ class MachineTable:
         )
 
     def link(self, span: int) -> str:
-        """Return which link joins so many consecutive ranks. Local."""
+        """Return the link that joins a number of consecutive ranks. Local."""
         return "node" if span <= self.gpus_per_node else "network"
 
     def save(self, path: str | Path, name: str) -> None:
-        """Write it to a file, which `machine_of` reads.
+        """Write the table to a file, which `machine_of` reads.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -144,7 +144,7 @@ def machine_of(gpu: str | MachineTable, *, gpus_per_node: int | None = None) -> 
 
     Args:
         gpu: A name of `shipped()`, a file with one table, or a table.
-        gpus_per_node: In place of the table's.
+        gpus_per_node: Replaces the table's value.
 
     Raises:
         ConfigError: The GPU is unknown, or the file does not have one table.

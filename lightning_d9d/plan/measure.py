@@ -28,7 +28,7 @@ _RATES = (
     *("attention_backward_flops", "copy_bytes", "node_link_bytes", "network_bytes", "latency", "action_seconds"),
     "host_share",
 )
-"""The fields of a table that are rates of a machine; those that were not measured are said."""
+"""The fields of a table that are rates; a table lists those that were not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Sizes:
     experts_per_token: int = 8
     expert_hidden: int = 768
     rows: tuple[int, ...] = (4096, 16384, 65536)
-    """Tokens of rows of which attention is measured; a batch has `tokens` of them, or one row."""
+    """Lengths of rows for attention; a batch has `tokens` tokens, or one row."""
     copy_bytes: int = 2**30
     message_bytes: int = 2**28
     dtype: torch.dtype = torch.bfloat16
@@ -66,9 +66,9 @@ def seconds_of(action: Callable[[], object], device: torch.device, repeats: int)
     """Return the median seconds of an action, after two that do not count. Local.
 
     Args:
-        action: On CUDA timed by events, so that the host may be ahead.
+        action: The action; on CUDA it is timed by events, so that the host may be ahead.
         device: The device that computes.
-        repeats: The times that count.
+        repeats: Number of timed calls.
     """
     for _ in range(2):
         action()
@@ -165,7 +165,7 @@ def attention_rates(sizes: Sizes, device: torch.device) -> Iterator[tuple[int, M
 
 
 def copy(sizes: Sizes, device: torch.device) -> Measured:
-    """Measure a copy; bytes are those read and written. Local."""
+    """Measure a copy, with the bytes read and written. Local."""
     source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     found = seconds_of(lambda: target.copy_(source), device, sizes.repeats)
@@ -173,7 +173,7 @@ def copy(sizes: Sizes, device: torch.device) -> Measured:
 
 
 def launch(device: torch.device) -> Measured:
-    """Measure how long the host takes to launch a kernel that has nothing to do. Local."""
+    """Measure the host's time to launch an empty kernel. Local."""
     value = torch.zeros(1, device=device)
     found = []
     for _ in range(3):
@@ -187,10 +187,10 @@ def launch(device: torch.device) -> Measured:
 
 
 def links(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = None) -> tuple[Measured, Measured]:
-    """Measure a gather of all ranks, and one so small that it is all latency. Collective over the group.
+    """Measure an all-gather, and one so small that its time is latency. Collective over the group.
 
     Returns:
-        The gather, whose bytes are those that a rank sends, and the small one.
+        The all-gather, with the bytes that a rank sends, and the small one.
     """
     size = dist.get_world_size(group)
     own = torch.zeros(sizes.message_bytes // size, dtype=torch.uint8, device=device)
@@ -208,8 +208,8 @@ def measure(
     Rates that are not measured are those of the shipped table with the same device name, else the H200's.
 
     Args:
-        device: This rank's.
-        sizes: What is measured; None: a layer of `30b-a3b`.
+        device: This rank's device.
+        sizes: Sizes of the operations; None: a layer of `30b-a3b`.
         group: The ranks whose links are measured; None: no links.
         num_nodes: The nodes that the group spans.
 

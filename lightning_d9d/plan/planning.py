@@ -1,4 +1,4 @@
-"""`plan`: what a run holds, sends and takes on each kind of rank, before it is paid for."""
+"""`plan` predicts memory, traffic and time of a run for each kind of rank."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lightning_d9d.strategy.strategy import D9DStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """A rank of the pipeline with its memory and messages; others of its stages have as much, or a little less."""
+    """A pipeline rank with its memory and messages; other ranks of its stages have as much, or a little less."""
 
     rank: int
-    """The rank of the pipeline."""
+    """The pipeline rank."""
     stages: tuple[int, ...]
     layers: int
     num_ranks: int
-    """Ranks that are like it."""
+    """Number of ranks like this one."""
     elements: dict[Part, int]
     gradients: int
     """Bytes of gradients at the end of a step."""
@@ -44,18 +44,18 @@ class RankPlan:
 
     @property
     def reserved(self) -> int:
-        """Bytes that torch's allocator has of the device."""
+        """Bytes that torch's allocator reserves on the device."""
         return GPU_OVERHEAD.reserved(self.peak.total)
 
     @property
     def needed(self) -> int:
-        """Bytes of the device, with those that torch does not know."""
+        """Bytes that the process takes on the device, also outside of torch's allocator."""
         return GPU_OVERHEAD.needed(self.peak.total)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run, as arithmetic has it. `str` of it is a report."""
+    """A run by arithmetic. `str(plan)` is a report."""
 
     model: RankModel
     machine: MachineTable
@@ -64,21 +64,21 @@ class Plan:
     tokens: int
     """Tokens of all ranks in a step."""
     flops: dict[str, float]
-    """Operations of a rank and step, by convention."""
+    """Operations of a rank in a step, by convention."""
     num_parameters: int
     checkpoint_bytes: int
     host: HostMemory
-    """Memory of a node's host, where all ranks are like the one that needs most."""
+    """Memory of a node's host, if all ranks are like the one that needs the most."""
     clips: bool = True
 
     @property
     def most(self) -> RankPlan:
-        """The rank that needs most memory."""
+        """The rank that needs the most memory."""
         return max(self.ranks, key=lambda each: each.needed)
 
     @property
     def missing(self) -> int:
-        """Bytes that are missing on that rank; 0 or less: it fits."""
+        """Bytes that are missing on that rank; 0 or less if it fits."""
         return self.most.needed - self.machine.memory_bytes
 
     @property
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of each rank."""
+        """Tokens per second of each rank."""
         return self.tokens / self.step_seconds / self.model.mesh.world_size
 
     @property
@@ -154,22 +154,22 @@ def plan(
     clips: bool = True,
     gpus_per_node: int | None = None,
 ) -> Plan:
-    """Plan a run by arithmetic. No process group, no GPU; it takes seconds for any number of ranks. Local.
+    """Plan a run by arithmetic, in seconds for any number of ranks, without a process group or a GPU. Local.
 
     Args:
-        module: Not yet built; its `model_costs` say what its layers cost.
-        strategy: With the mesh, the schedule and what is recomputed.
-        world_size: Ranks.
+        module: Module before its stages are built; its `model_costs` give the costs of its layers.
+        strategy: Strategy with the mesh, the schedule and the recomputation.
+        world_size: Number of ranks.
         machine: A name of `lightning_d9d.plan.shipped()`, a file that `MachineTable.save` wrote, or a table.
-        rows: Of a batch, of ranks with one share of the data.
-        tokens: Of a row.
-        precision: The Trainer's.
+        rows: Rows of a batch of one data-parallel rank.
+        tokens: Tokens of a row.
+        precision: The Trainer's precision.
         accumulates_batches: Whether several batches make a step.
         clips: Whether the Trainer clips gradients by their norm.
-        gpus_per_node: In place of the table's.
+        gpus_per_node: Replaces the table's value.
 
     Raises:
-        ConfigError: The mesh is impossible, the GPU unknown, or the module does not say what its layers cost.
+        ConfigError: The mesh is impossible, the GPU is unknown, or the module gives no costs.
     """
     table = machine_of(machine, gpus_per_node=gpus_per_node)
     model = rank_model(
@@ -192,10 +192,10 @@ def plan(
 
 
 def costs_of_length(module: D9DModule, precision: str) -> Callable[[int], ModelCosts]:
-    """Return what gives the costs of a row by its length, in bytes of what a precision computes in.
+    """Return a function from the length of a row to its costs, for the dtype of a precision.
 
     Raises:
-        ConfigError: The module does not say.
+        ConfigError: The module gives no costs.
     """
     width = 2 if precision.startswith(("bf16", "16")) else 4
 
@@ -225,22 +225,22 @@ def rank_model(
     schedule: Schedule | None = None,
     memory: int | None = None,
 ) -> RankModel:
-    """Return all that memory and time follow from. Local.
+    """Return the model and settings that determine memory and time. Local.
 
     Args:
-        module: Not yet built.
-        strategy: With the mesh, the schedule and what is recomputed.
-        world_size: Ranks.
-        rows: Of a batch, of ranks with one share of the data.
-        tokens: Of a row.
-        precision: The Trainer's.
+        module: Module before its stages are built.
+        strategy: Strategy with the mesh, the schedule and the recomputation.
+        world_size: Number of ranks.
+        rows: Rows of a batch of one data-parallel rank.
+        tokens: Tokens of a row.
+        precision: The Trainer's precision.
         accumulates_batches: Whether several batches make a step.
-        mesh: In place of the strategy's.
-        schedule: In place of the strategy's.
-        memory: Bytes that a rank may allocate, where `Auto` chooses; None: no cap but its own.
+        mesh: Replaces the strategy's mesh.
+        schedule: Replaces the strategy's schedule.
+        memory: Bytes that a rank may allocate, for the choice of `Auto`; None adds no cap.
 
     Raises:
-        ConfigError: The mesh is impossible, or the module does not say what its layers cost.
+        ConfigError: The mesh is impossible, or the module gives no costs.
     """
     for name, value in (("world_size", world_size), ("rows", rows), ("tokens", tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -287,7 +287,7 @@ def rank_model(
 
 
 def _chosen(model: RankModel, auto: Auto, memory: int | None) -> RankModel:
-    """Return the model with what `Auto` chooses."""
+    """Return the model with the choice of `Auto`."""
     pp = model.mesh.pipeline_parallel
     choice = auto.choose(pp, row_costs(model), state_ratio=0.0, device_memory=memory, peak=peak_of(model))
     return replace(
@@ -313,10 +313,10 @@ def check_stages(mesh: MeshConfig, costs: ModelCosts) -> None:
 
 
 def check_mesh(mesh: MeshConfig, costs: ModelCosts, layers: Sequence[Sequence[Any]]) -> None:
-    """Refuse degrees that the model cannot be cut by. Local.
+    """Refuse degrees that do not divide the model. Local.
 
     Raises:
-        ConfigError: The message names the degree, what it is to divide, and a remedy.
+        ConfigError: The message names the degree, the number that it must divide, and a remedy.
     """
     check_stages(mesh, costs)
     for weight in {weight for layer in layers for weight in layer}:
@@ -343,7 +343,7 @@ def plan_of(
     asynchronous: bool = False,
     clips: bool = True,
 ) -> Plan:
-    """Plan what a model description says. Local."""
+    """Plan a run from its model description. Local."""
     mesh, pp = model.mesh, model.mesh.pipeline_parallel
     per_rank = mesh.world_size // pp
     ranks, sent = [], [traffic(model, rank) for rank in range(pp)]

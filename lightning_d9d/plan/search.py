@@ -121,7 +121,7 @@ def schedules(model: RankModel, layers_of: Callable[[int], Sequence[range]]) -> 
 
 
 def name_of(plan: Plan) -> str:
-    """Return what a plan of a search has chosen, in few words."""
+    """Return the settings of a found plan in a few words."""
     model, mesh = plan.model, plan.model.mesh
     degrees = {
         Axis.PP: mesh.pipeline_parallel,
@@ -140,7 +140,7 @@ def name_of(plan: Plan) -> str:
 
 
 def settings_of(plan: Plan) -> dict[str, object]:
-    """Return the arguments of a YAML file's `trainer.strategy.init_args` and of its data that a plan stands for."""
+    """Return a plan's arguments for `trainer.strategy.init_args` and for the data of a YAML file."""
     model, mesh = plan.model, plan.model.mesh
     degrees = {
         name: getattr(mesh, name)

@@ -1,10 +1,10 @@
-"""The time of a step: what ranks compute, what they send, and what of it nobody computes beside.
+"""The time of a step: computation, messages, and the part of messages that computation does not hide.
 
-[Note: time of a step] Layers take the seconds of `Machine.seconds`, times 1 and `host_share`. Forwards that are
-recomputed count once more. Messages of tokens and of tensor or context parallelism wait for nothing else and count in
-whole. Messages of weights and gradients run beside the computation, and slow it down by `_SLOWED` of their own time.
-If they take longer than the computation, the rest counts in whole. A pipeline runs its program on paper with these
-seconds. The update reads and writes weights, gradients and states once, and the norm reads gradients once.
+[Note: time of a step] Layers take the seconds of `Machine.seconds`, times 1 plus `host_share`. A recomputed forward
+counts twice. Messages of tokens, and of tensor or context parallelism, are not hidden and count in full. Messages of
+weights and gradients run beside the computation, and slow it down by `_SLOWED` of their own time. If they take longer
+than the computation, the rest counts in full. The program of a pipeline is simulated with these seconds. The update
+reads and writes weights, gradients and states once, and the norm reads gradients once.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from lightning_d9d.schedule import Costs, simulate
 from lightning_d9d.schedule.simulate import Simulation
 
 _SLOWED = 0.35
-"""The share of the time of messages that computation beside them is slowed down by. It lies between those of `ep1`
-and `fsdp` in docs/benchmarks/parallel.md, 0.42 and 0.31: 10.3 and 7.4 % of their steps are exposed. Messages take 39 ms
-there by the table's rate of links, which is assumed."""
+"""The slowdown of computation beside messages, as a share of their time. It lies between those of `ep1` and `fsdp` in
+docs/benchmarks/parallel.md, 0.42 and 0.31: 10.3 and 7.4 % of their steps are exposed. Messages take 39 ms there by the
+table's rate of links, which is assumed."""
 _BESIDE = ("weights", "gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Where the time of a step goes, on the rank that computes most."""
+    """The parts of a step's time, on the rank that computes the most."""
 
     compute: float
     recompute: float
-    """The part of `compute` that recomputation is."""
+    """The part of `compute` for recomputation."""
     messages: float
-    """Messages of tokens and activations, while nobody computes."""
+    """Messages of tokens and activations that computation does not hide."""
     sums: float
-    """The time that gathering weights and summing gradients add."""
+    """The time added by gathering weights and summing gradients."""
     bubble: float
-    """The time that the rank waits for others of the pipeline."""
+    """The time that the rank waits for other pipeline ranks."""
     update: float
     """The optimizer, and the norm where gradients are clipped."""
 
@@ -52,22 +52,22 @@ class StepSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A step's time, its pipeline on paper, and what each link carries."""
+    """A step's time, its simulated pipeline, and the traffic of each link."""
 
     seconds: StepSeconds
     simulation: Simulation
     bubble_ratio: float
     links: dict[str, tuple[float, float]]
-    """By link, bytes that the busiest rank sends, and the seconds that they take by themselves."""
+    """By link, the bytes that the busiest rank sends, and their seconds without anything beside them."""
 
 
 def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]], *, clips: bool) -> Timed:
-    """Predict the time of a step. [Note: time of a step]. Local.
+    """Predict the time of a step. Local. See [Note: time of a step].
 
     Args:
         model: The run.
         machine: The rates.
-        sent: The `traffic` of each rank of the pipeline.
+        sent: The `traffic` of each pipeline rank.
         clips: True if gradients are clipped by their norm.
     """
     spread, pp = model.spread(), model.mesh.pipeline_parallel
@@ -127,18 +127,18 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stag
 
 
 def _seconds(sent: Sent, machine: MachineTable) -> float:
-    """Return the seconds that messages take by themselves."""
+    """Return the seconds of messages without anything beside them."""
     rates = machine.rates
     return rates.send_seconds(*_spread(sent, machine)) + sent.num_messages * machine.latency
 
 
 def _spread(sent: Sent, machine: MachineTable) -> tuple[float, float]:
-    """Return the bytes within the node, and those to others."""
+    """Return the bytes sent within the node, and those sent to other nodes."""
     return machine.rates.spread_bytes(sent.num_bytes, sent.num_ranks, sent.span, is_ring=sent.is_ring)
 
 
 def _transfer(model: RankModel, machine: MachineTable) -> float:
-    """Return the seconds of a microbatch on its way to the next stage."""
+    """Return the seconds of a microbatch's message to the next stage."""
     pp = model.mesh.pipeline_parallel
     if pp == 1:
         return 0.0

@@ -27,7 +27,7 @@ SECONDS = {
     "bubble": "bubble of the pipeline",
     "update": "optimizer and norm",
 }
-"""The names of the fields of `StepSeconds` for people, without those that are parts of others."""
+"""The names of the fields of `StepSeconds` for people, without parts of other fields."""
 
 
 def gib(num_bytes: float) -> str:
@@ -45,7 +45,7 @@ def verdict(plan: Plan) -> str:
 
 
 def degrees(plan: Plan) -> list[tuple[str, int, str]]:
-    """Return each axis of more than one rank with its degree, and the consecutive ranks that a group of it spans."""
+    """Return each axis of more than one rank with its degree, and the consecutive ranks that a group spans."""
     mesh, found, span = plan.model.mesh, [], 1
     for name in (
         "tensor_parallel",
@@ -65,7 +65,7 @@ def degrees(plan: Plan) -> list[tuple[str, int, str]]:
 
 
 def costliest(plan: Plan) -> list[tuple[str, float]]:
-    """Return the three parts of the step that take longest, in seconds."""
+    """Return the three longest parts of the step, in seconds."""
     seconds = asdict(plan.timed.seconds)
     seconds["compute"] -= seconds["recompute"]
     named = [(SECONDS[name], seconds[name]) for name in SECONDS] + [("recomputation", seconds["recompute"])]
@@ -96,13 +96,13 @@ def memory_rows(ranks: Sequence[RankPlan]) -> list[list[str]]:
 
 
 def shown_ranks(plan: Plan) -> list[RankPlan]:
-    """Return the first and the last rank of the pipeline, and that which needs most, each once."""
+    """Return the first and the last pipeline rank, and the one that needs the most, each once."""
     ranks = {each.rank: each for each in (plan.ranks[0], plan.most, plan.ranks[-1])}
     return [ranks[rank] for rank in sorted(ranks)]
 
 
 def report(plan: Plan) -> str:
-    """Return all of a plan that people read."""
+    """Return a plan as text."""
     model, seconds, ranks = plan.model, plan.timed.seconds, shown_ranks(plan)
     recompute = f"recompute {model.parallel.recompute}"
     shape = f"{model.num_microbatches} x {model.rows} rows of {model.tokens} tokens"
