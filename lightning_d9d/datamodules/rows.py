@@ -76,7 +76,7 @@ class RowsDataModule(L.LightningDataModule):
         fraction = default_fraction if validation_fraction is None else validation_fraction
         if not 0 < fraction < 1:
             raise ConfigError(
-                f"validation_fraction={fraction} of {owner} must lie between 0 and 1, e.g. {default_fraction}."
+                f"validation_fraction={fraction} of {owner} must be between 0 and 1, e.g. {default_fraction}."
             )
         self.sequence_length = sequence_length
         self.batch_size = 16 if batch_size is None and global_batch_size is None else batch_size

@@ -100,7 +100,7 @@ class _Walk:
     def place(self, rank: int, stage: int) -> None:
         if stage >= self.num_stages or self.placement[stage] != rank:
             where = f"on rank {self.placement[stage]}" if stage < self.num_stages else "never run forward"
-            raise _WrongError(f"belongs to stage {stage}, but there are {where}")
+            raise _WrongError(f"belongs to stage {stage}, which is {where}")
 
     def once(self, action: ComputeAction | MessageAction) -> tuple[int, int]:
         if action.microbatch >= self.num_microbatches:

@@ -212,7 +212,7 @@ def test_settings_that_are_refused(options: dict[str, Any], message: str) -> Non
         (
             "a.jsonl",
             b'{"messages": [\n',
-            r"a\.jsonl, line 1 is not JSON: Expecting value; mend the line, or leave it out",
+            r"a\.jsonl, line 1 is not JSON: Expecting value; correct the line, or leave it out",
         ),
         ("a.jsonl", b'\n\n{"messages": "\xff"}\n', r"a\.jsonl, line 3 is not JSON: .*utf-8"),
         ("a.jsonl", b'{"text": "a"}\n', r"a\.jsonl, line 1 has no 'messages', but \['text'\]"),

@@ -130,7 +130,7 @@ def test_fields_that_change_results_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use_sliding_window=True is not supported"):
         Qwen3MoeConfig.from_json(written(tmp_path, **{**windows, "use_sliding_window": True}))
     with pytest.raises(
-        ConfigError, match=r"layer_types=.*'sliding_attention'.* is not supported, only layers of 'full"
+        ConfigError, match=r"layer_types=.*'sliding_attention'.* is not supported; all layers must be 'full"
     ):
         Qwen3MoeConfig.from_json(written(tmp_path, layer_types=["full_attention", "sliding_attention"]))
 

@@ -203,7 +203,7 @@ def test_virtual_layers_can_be_given() -> None:
     assert [len(layers) for layers in layers_of_stages(config, 4, after=0)] == [12] * 4
     with pytest.raises(ConfigError, match="48 layers cannot be split into 49 stages"):
         layers_of_stages(config, 49)
-    with pytest.raises(ConfigError, match="Stage 3 would not have a real one"):
+    with pytest.raises(ConfigError, match="Stage 3 would have no real layer"):
         layers_of_stages(config, 4, after=20)
 
 

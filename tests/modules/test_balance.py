@@ -51,7 +51,7 @@ def set_bias(router: TopKRouter, *values: float) -> None:
         ({"sequence_loss": float("inf")}, "sequence_loss=inf must be"),
         ({"global_batch_loss": "0.1"}, "global_batch_loss='0.1' must be"),
         ({"forced": 1}, "forced=1 must be true or false"),
-        ({"forced": True, "bias_rate": 0.1}, "bias_rate=0.1 has no effect where forced=True"),
+        ({"forced": True, "bias_rate": 0.1}, "bias_rate=0.1 has no effect if forced=True"),
     ],
     ids=str,
 )

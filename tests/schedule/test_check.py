@@ -42,9 +42,9 @@ def test_legal(text: str) -> None:
         (WHOLE, (" 1SEND_B0", ""), "rank 0: 1SEND_B0 is missing"),
         ("0F0 0B0", ("0F0", "0F0 0SEND_F0"), "has no other rank as its peer: the stage at the other end is none"),
         ("0F0 1F0", ("0F0", "0F0 0SEND_F0"), "the stage at the other end is on the same rank; leave it out"),
-        (WHOLE, ("1B0 1SEND_B0", "1B0 1SEND_B0 0SEND_F0"), "0SEND_F0 is of stage 0, which is on rank 0"),
-        (WHOLE, ("1F0 1B0", "1F0 1B0 2B0"), "rank 1, action 3: 2B0 is of stage 2, which is never run forward"),
-        (WHOLE, ("1F0 1B0", "1F0 1B0 1B7"), "rank 1, action 3: 1B7 is of microbatch 7, but there are 1"),
+        (WHOLE, ("1B0 1SEND_B0", "1B0 1SEND_B0 0SEND_F0"), "0SEND_F0 belongs to stage 0, which is on rank 0"),
+        (WHOLE, ("1F0 1B0", "1F0 1B0 2B0"), "rank 1, action 3: 2B0 belongs to stage 2, which is never run forward"),
+        (WHOLE, ("1F0 1B0", "1F0 1B0 1B7"), "rank 1, action 3: 1B7 belongs to microbatch 7, but there are 1"),
         (
             "0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1",
             ("1RECV_F0 1RECV_F1", "1RECV_F1 1RECV_F0"),

@@ -153,7 +153,7 @@ def test_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
     content = {"state_dict": module.state_dict(), "global_step": 1, "optimizer_states": [{}, {}]}
     checkpoints.save(content, path, None, state, io, None)
     checkpoint = checkpoints.load(path, None, io, module, lambda *_: None, fits=False)
-    with pytest.raises(StateError, match="has 2 optimizers and the module 1; let configure_optimizers return as many"):
+    with pytest.raises(StateError, match="has 2 optimizers and the module 1; make configure_optimizers return as many"):
         checkpoints.loads.give_optimizers(checkpoint, state, [], refuses_other_number=True)
 
 

@@ -142,7 +142,7 @@ def test_every_argument_with_a_class_is_named_above() -> None:
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_arguments_of_another_class_are_refused(name: str, given: Any) -> None:
     message = (
-        f"D9DStrategy({name}={given!r}): it is of the type {type(given).__name__}, but {name} takes "
+        f"D9DStrategy({name}={given!r}): it is of the type {type(given).__name__}, but {name} needs "
         f"{CONFIGURED[name].__name__}(...); "
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -178,10 +178,14 @@ def test_precision_plugins_that_are_not_known_to_work_are_refused(name: str, own
     elif name in ("BitsandbytesPrecision", "TransformerEnginePrecision"):
         strategy = D9DStrategy()
         strategy.precision_plugin = plugin  # may be for a plain module
-        with pytest.raises(ConfigError, match=rf"plugin {name} is not for a D9DModule.*; use precision='bf16-mixed'"):
+        with pytest.raises(
+            ConfigError, match=rf"plugin {name} does not support a D9DModule.*; use precision='bf16-mixed'"
+        ):
             check_precision(plugin, is_d9d=True)
     elif name != "MixedPrecision":
-        with pytest.raises(ConfigError, match=rf"plugin {name} is not for D9DStrategy.*; use precision='bf16-mixed'"):
+        with pytest.raises(
+            ConfigError, match=rf"plugin {name} does not support D9DStrategy.*; use precision='bf16-mixed'"
+        ):
             D9DStrategy().precision_plugin = plugin
 
 

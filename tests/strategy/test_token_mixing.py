@@ -300,7 +300,7 @@ class Measured(WithLoss):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_that_sees_several_tokens_is_refused(rank: RankContext, name: str) -> None:
-    text = r"the metric 'a' that Measured.microbatch_metrics makes (is not a sum|goes by the places).*WeightedLoss"
+    text = r"the metric 'a' that Measured.microbatch_metrics makes (is not a sum|depends on the places).*WeightedLoss"
     with pytest.raises(ConfigError, match=text):
         fit_module(rank, Measured(METRICS[name]), context_parallel_shard=2)
 
@@ -349,7 +349,7 @@ def fit_module(rank: RankContext, module: Model, num_tokens: int = TOKENS, **mes
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_sees_several_tokens_is_refused(rank: RankContext, name: str) -> None:
-    text = r"the loss that WithLoss.microbatch_loss or the last stage makes (is not a sum|goes by the places).*Shift"
+    text = r"the loss that WithLoss.microbatch_loss or the last stage makes (is not a sum|depends on the places).*Shift"
     with pytest.raises(ConfigError, match=text):
         fit_module(rank, WithLoss(LOSSES[name]), context_parallel_shard=2)
 
