@@ -151,9 +151,9 @@ def test_an_occupied_directory_is_refused_before_the_data_are_read(tmp_path: Pat
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda rows: {"text": "a"}, "PredictionWriter writes tensors, but predict returned a str 'a' in 'text'; return"),
-        (lambda rows: rows.sum(), "predict returned a tensor int64 [], and the batch has 2 rows: return tensors with the"),
-        (lambda rows: rows[:1], "predict returned a tensor int64 [1], and the batch has 2 rows: return tensors with the"),
+        (lambda rows: {"text": "a"}, "PredictionWriter writes tensors, but predict returned a str 'a' in 'text';"),
+        (lambda rows: rows.sum(), "predict returned a tensor int64 [], and the batch has 2 rows: return tensors with"),
+        (lambda rows: rows[:1], "predict returned a tensor int64 [1], and the batch has 2 rows: return tensors with"),
         (lambda rows: rows + 0j, "prediction is torch.complex64, which safetensors files do not support; cast it"),
     ],
 )  # fmt: skip
