@@ -83,7 +83,7 @@ def test_rank_whose_others_do_not_come(monkeypatch):
         monkeypatch.setenv(name, value)
     launcher = doctor.find_launcher()
     assert isinstance(launcher, SLURMEnvironment)
-    with pytest.raises(RankError, match=rf"rank 0 of 2 on .*, meeting at 127.0.0.1:{port}: .*"):
+    with pytest.raises(RankError, match=rf"rank 0 of 2 on .*, which joins at 127.0.0.1:{port}: .*"):
         doctor.examine_job(launcher, limit_seconds=1)
 
 

@@ -80,7 +80,7 @@ class DocumentReader:
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            return self._invalid(f"{place} is no UTF-8 text ({error.reason} at byte {error.start})", error)
+            return self._invalid(f"{place} is not UTF-8 text ({error.reason} at byte {error.start})", error)
 
     def _invalid(self, problem: str, cause: Exception | None = None) -> None:
         if not self.skip_invalid:

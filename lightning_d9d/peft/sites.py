@@ -174,9 +174,9 @@ def refuse_without_adapter(pattern: str, module: nn.Module) -> None:
                 f"LoRA(targets=[{pattern!r}]): {name} cannot have an adapter, because {readers[0].__name__} reads the "
                 "weight and does not call the layer. Use FullTune for it, or leave it out"
             )
-        remedy = "take FullTune for it"
+        remedy = "use FullTune for it"
         if isinstance(owner, LMHead):
-            remedy = "a vocabulary in parts has no adapter of its head; take FullTune for a part of it"
+            remedy = "a vocabulary in parts has no adapter of its head; use FullTune for a part of it"
         raise ConfigError(
             f"LoRA(targets=[{pattern!r}]): {name} of a {type(owner).__name__} cannot have an adapter, which linear "
             f"layers, experts, embeddings and heads have; {remedy}, or leave it out"

@@ -236,10 +236,7 @@ class D9DStrategy(SaveHooks):
 
     @property
     def _is_fitting(self) -> bool:
-        """True if the Trainer fits, or its last run was a fit.
-
-        A module that is saved or loaded alone has no Trainer.
-        """
+        """True if the Trainer fits, or its last run was a fit; a module that is saved alone has no Trainer."""
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING
 
@@ -506,10 +503,7 @@ class D9DStrategy(SaveHooks):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save the checkpoint that Lightning has assembled, as a file or a directory; see `Checkpoints.save`.
-
-        Collective.
-        """
+        """Save Lightning's checkpoint as a file or a directory; see `Checkpoints.save`. Collective."""
         self._sync_buffers()
         content = {**checkpoint, **self.staging.saved}  # hooks and callbacks have seen Lightning's own
         trainer = self._attached.trainer if self._is_fitting else None

@@ -137,9 +137,7 @@ def test_a_checkpoint_has_averages_beside_the_weights(tmp_path: Path, mode: Any,
     fitted(at_once, ckpt_path=str(tmp_path / "saved"))  # at its last step already
     for name, average in saved.averages.items():
         assert_bitwise_equal(name, at_once.averages[name], average)
-    with pytest.raises(
-        StateError, match=r"was saved as torch.float32, and would lose digits as torch.bfloat16; give W"
-    ):
+    with pytest.raises(StateError, match=r"was saved as torch.float32, and would lose digits as torch.bfloat16; set W"):
         fitted(WeightAverages(dtype="weights"), ckpt_path=str(tmp_path / "saved"), precision="bf16-true", steps=6)
 
 

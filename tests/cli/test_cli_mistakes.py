@@ -91,7 +91,7 @@ BEFORE_TORCH |= {
     ),
     ("convert", "a", "b", "c"): ("lightning-d9d convert does not take 'c'\nit takes source and target, and options\n"),
     ("convert", "a", "b", "--overwrite=yes"): "--overwrite takes no value, but got 'yes'\n",
-    ("doctor", "--gpu=1"): "lightning-d9d doctor has no option '--gpu'\nit takes --help\n",
+    ("doctor", "--gpu=1"): "lightning-d9d doctor has no option '--gpu'\nit takes --help, --measure\n",
     ("doctor", "now"): "lightning-d9d doctor does not take 'now'\nit takes no arguments\n",
     ("generate", "model", "--promt", "x"): (
         "lightning-d9d generate has no option '--promt'; did you mean '--prompt'?\n"

@@ -196,7 +196,9 @@ def test_a_rank_that_evaluates_nothing_and_logs_nothing(rank: RankContext, run: 
         def __iter__(self) -> Iterator[dict[str, Tensor]]:
             return iter(staged_rows(8 * rank.rank))
 
-    with pytest.raises(RankError, match=r"rank 0 logged \[\] in evaluation, but rank 1 \['.*loss.*give every rank at"):
+    with pytest.raises(
+        RankError, match=r"rank 0 logged \[\] in evaluation, but rank 1 logged \['.*loss.*give every rank at"
+    ):
         getattr(run_trainer(rank), run)(Staged(), DataLoader(Rows(), batch_size=4))
 
 

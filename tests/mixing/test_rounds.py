@@ -100,7 +100,7 @@ def test_other_numbers_are_refused_with_the_nearest(topology: str | Topology, nu
         ((), "has no round for 4 replicas"),
         (((Edge((0, 1), 0.5), Edge((2,), 1.0)),), r"round 0 of .* replica 3 in no edge; add Edge\(\(3,\), 1.0\)"),
         (((Edge((0, 1, 2, 3), 0.25),), (Edge((0, 1), 0.5), Edge((1, 2, 3), 0.5))), "round 1 .* replica 1 in two edges"),
-        (((Edge((0, 1), 0.5), Edge((2, 4), 0.5)),), "round 0 .* replica 4; there are 0 to 3"),
+        (((Edge((0, 1), 0.5), Edge((2, 4), 0.5)),), "round 0 .* replica 4, but replicas are 0 to 3"),
         (((Edge((0, 1), 0.5), Edge((2, 3), 0.5)),), "replica 2 never mixes with replica 0"),
         (((Edge((0, 1, 2, 3), 1.0),),), "replica 1 never mixes with replica 0"),
         ((((0, 1), (2, 3)),), "use objects of Edge"),

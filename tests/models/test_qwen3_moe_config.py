@@ -172,7 +172,7 @@ def test_reads_the_names_of_both_major_versions(tmp_path, version):
     ids=str,
 )
 def test_refuses_what_the_model_does_not_have(tmp_path, values):
-    with pytest.raises(ConfigError, match="is not supported; all layers must be") as error:
+    with pytest.raises(ConfigError, match="is not supported") as error:
         Qwen3MoeConfig.from_json(write(tmp_path, **values))
     assert "config.json" in str(error.value)
 

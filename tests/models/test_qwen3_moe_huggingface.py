@@ -222,7 +222,7 @@ BAD_TENSORS = {
             *(t.pop(f"model.layers.0.mlp.experts.{e}.down_proj.weight") for e in range(4)),
             t.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 24, 32)}),
         ],
-        "model.layers.0.mlp.experts.down_proj has shape (4, 24, 32) and the model (4, 32, 24)",
+        "model.layers.0.mlp.experts.down_proj has shape (4, 24, 32), but the model has (4, 32, 24)",
     ),
     "dtype": (
         lambda t: t.update({"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}),
@@ -397,11 +397,11 @@ def test_what_is_no_part_of_a_model_is_refused(saved):
         load_huggingface(nn.Linear(3, 3), saved)
     adapted = make_model()
     adapted.model.norm.scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(StateError, match=r"parameter model\.norm\.scale of shape \(3,\).*has there none"):
+    with pytest.raises(StateError, match=r"parameter model\.norm\.scale of shape \(3,\).*expects none there"):
         load_huggingface(adapted, saved)
     resized = make_model()
     resized.lm_head.weight = nn.Parameter(torch.ones(97, 32))
-    with pytest.raises(StateError, match=r"lm_head\.weight of shape \(97, 32\).*has there \(96, 32\)"):
+    with pytest.raises(StateError, match=r"lm_head\.weight of shape \(97, 32\).*expects \(96, 32\) there"):
         save_huggingface(resized, saved.parent / "new")
 
 

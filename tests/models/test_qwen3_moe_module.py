@@ -84,7 +84,9 @@ def test_documents_longer_than_the_window_are_refused() -> None:
     trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(config), DataLoader([r | borders for r in rows(8)], 8))  # type: ignore[arg-type]
     for more, length in (({}, 8), ({"document_ids": torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])}, 5)):
         data: Any = DataLoader([row | more for row in rows(8)], 8)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=f"a document of {length} tokens, but max_position_embeddings=4: shorten"):
+        with pytest.raises(
+            ConfigError, match=rf"a document of {length} tokens, but max_position_embeddings=4\. Shorten"
+        ):
             trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(config), data)
 
 

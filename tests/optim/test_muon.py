@@ -243,7 +243,7 @@ def _placed_as(whole: Tensor, like: Any) -> Tensor:
             (2, 2),
             torch.float16,
             {},
-            r"a parameter of shape \[2, 2\] is torch.float16.*; set .*bfloat16, or train with",
+            r"a parameter of shape \[2, 2\] is torch.float16.*; give .*bfloat16, or train with",
         ),
         (
             (5,),

@@ -106,7 +106,7 @@ def test_each_rank_holds_an_early_and_a_late_chunk() -> None:
 
 @pytest.mark.parametrize(("length", "remedy"), [(30, "24 or 32, or"), (3, "to 8, or")])
 def test_a_sequence_that_cannot_be_cut(length: int, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"{length} tokens .* 4 ranks .* multiple of 8: .* {remedy}"):
+    with pytest.raises(ConfigError, match=rf"{length} tokens .* 4 ranks .* multiple of 8\. .* {remedy}"):
         SequenceShard(0, 4).take(torch.zeros(1, length), 1)
     assert SequenceShard(0, 1).take(torch.zeros(1, length), 1).shape == (1, length)
 

@@ -399,7 +399,7 @@ def test_nothing_to_recompute() -> None:
         recompute_activations(Block(), of_kind("full"))
     model, _ = make_qwen3()
     with pytest.raises(
-        ConfigError, match=r"Qwen3MoeForCausalLM has no Conv1d or Bilinear; .*attention=\(MyAttention,\)"
+        ConfigError, match=r"Qwen3MoeForCausalLM has no Conv1d or Bilinear\. .*attention=\(MyAttention,\)"
     ):
         recompute_activations(model, of_kind("attention"), attention=(nn.Conv1d, nn.Bilinear))
     without_blocks = nn.ModuleDict({"embedding": nn.Embedding(3, 4), "layers": nn.ModuleList()})

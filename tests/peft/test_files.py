@@ -323,7 +323,7 @@ GATE = "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_B.weight"
         (lambda d: (d / "adapter_config.json").write_text("{"), "cannot be read as a JSON configuration"),
         (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json"),
         (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
-        (lambda d: edit(d, lambda t: t.clear()), "the checkpoint has no adapters"),
+        (lambda d: edit(d, lambda t: t.clear()), "it has no adapters"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused(base, tmp_path, damage, expected):

@@ -84,7 +84,7 @@ def test_a_target_is_a_name_or_its_end(pattern, expected):
         (
             LoRA(targets=["q_proj", "gate"]),
             {},
-            "mlp.gate.weight of a TopKRouter cannot have an adapter.* Use FullTune",
+            "mlp.gate.weight of a TopKRouter cannot have an adapter.* use FullTune",
         ),
         (LoRA(targets=["q_proj("]), {}, "is not a regular expression"),
         (LoRA(rank=9), {}, r"rank 9 is larger than a dim of model\.layers\.0\.self_attn\.k_proj.*\[8, 16\].*at most 8"),

@@ -196,13 +196,13 @@ def test_files_that_one_rank_lacks(rank: RankContext) -> None:
 def test_merging_sharded_weights(rank: RankContext, mesh: dict[str, int]) -> None:
     """All ranks ask for it, then the last one alone, which waits for nobody."""
     message = refused(rank, mesh, ConfigError, merge)
-    assert re.search(r"merge: .*layers\.0\..*_proj.* is sharded over ranks; save_huggingface merges", message)
+    assert re.search(r"merge: .*layers\.0\..*_proj.* is sharded over ranks\. save_huggingface merges", message)
 
     module = torch.nn.Sequential(torch.nn.Linear(4, 4))
     inject(module, LoRA(rank=2, targets=["0"]))
     fully_shard(module)
     if rank.rank == 1:
-        with pytest.raises(ConfigError, match=r"0\.weight is sharded over ranks; save_huggingface merges"):
+        with pytest.raises(ConfigError, match=r"0\.weight is sharded over ranks\. save_huggingface merges"):
             merge(module)
 
 

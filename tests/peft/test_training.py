@@ -53,7 +53,7 @@ def test_stages_of_a_module_of_ones_own(rank: RankContext, schedule: str) -> Non
 def test_a_module_with_stages_is_asked_before_they_are_built() -> None:
     module = Pipelined()
     inject(module, LoRA(rank=2, targets=["uq"]))
-    with pytest.raises(ConfigError, match=r"\['uq'\]\) matches no name of Part; near are layers\.0\.up"):
+    with pytest.raises(ConfigError, match=r"\['uq'\]\) matches no name of Part; the nearest are layers\.0\.up"):
         module.configure_model()
     module = Pipelined()
     module.configure_model()

@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no such rank": (lambda: Share(Identity(["a"]), 2, 2), "rank 2 of 2"),
     "missing": (lambda: Stack(["a", "x"], "s").apply({"a": A}), "x: this input of the mapper is missing"),
     "shapes": (lambda: Stack(["a", "b"], "s").apply({"a": A, "b": A.T}), r"a \[3, 4\] and b \[4, 3\].*to s"),
-    "dtypes": (lambda: Stack(["a", "b"], "s").apply({"a": A, "b": A.double()}), "a is .*32 and b .*64.*Cast"),
+    "dtypes": (lambda: Stack(["a", "b"], "s").apply({"a": A, "b": A.double()}), "a is .*32 but b .*64.*Cast"),
     "no such dim": (lambda: Split("a", {"x": 3}, dim=2).apply({"a": A}), "a has 2 dims, so 2 is not one of them"),
     "not all": (lambda: Split("a", {"x": 1, "y": 1}).apply({"a": A}), r"a \[3, 4\] cannot be split .*\[1, 1\], 2 tog"),
     "no such child": (lambda: Select("a", {"x": 3}).apply({"a": A}), "has no child 3 in dim 0 for x"),

@@ -161,7 +161,7 @@ def test_blocks_of_a_plain_module_stay_sharded(rank: RankContext) -> None:
     assert_tensors_close(actual, expected)
     other = ParallelConfig(shard_blocks=("Block",), recompute="full", reshard_after_forward=False)
     run = trainer(D9DStrategy(mesh=MeshConfig(**SHARDED), parallel=other), 2, rank.device.type, max_epochs=1)
-    text = r"Block is sharded for ParallelConfig.reshard_after_forward='auto' of .*reshard_after_forward=False; give"
+    text = r"Block is sharded for ParallelConfig.reshard_after_forward='auto' of .*reshard_after_forward=False\. Give"
     with pytest.raises(ConfigError, match=text):
         run.fit(module, DataLoader(data, 2))  # type: ignore[arg-type]
 

@@ -170,7 +170,7 @@ def fit_nones(data: Any, collate_fn: Any, module: Any = None, path: Path | None 
 def test_an_epoch_of_nones_is_refused(options: dict[str, Any]) -> None:
     """Lightning leaves them out, and would look for a step for ever."""
     number = options.get("limit_train_batches", 4)
-    text = rf"all training batches of epoch 0 were None \({number} consecutive; let collate_fn \(.*test_empty.nothing\)"
+    text = rf"all training batches of epoch 0 were None \({number} in a row.; let collate_fn \(.*test_empty.nothing\)"
     with pytest.raises(ConfigError, match=text):
         fit_nones(staged_rows(8), nothing, max_steps=2, max_epochs=-1, **options)
 

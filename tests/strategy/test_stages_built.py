@@ -102,7 +102,7 @@ class Whole(Initialized):
         return super().configure_stage(StageInfo(0, 1))
 
 
-WHOLE = r"each of the {} stages has the whole model, on the pipeline ranks 0 to {}: .*0.0.bias.*stage.num_stages"
+WHOLE = r"each of the {} stages has the whole model, on the pipeline ranks 0 to {}\. .*0.0.bias.*stage.num_stages"
 
 
 @pytest.mark.ranks(2)

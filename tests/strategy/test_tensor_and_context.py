@@ -267,7 +267,7 @@ REFUSED = {
         config=replace(SMALL, num_attention_heads=3, num_key_value_heads=3),
     ),
     "key heads": Refusal(
-        r"tensor_parallel=2 and 3 heads of keys and values .* divide the other; .* tensor_parallel can be 1, 3, 6$",
+        r"tensor_parallel=2 and 3 heads of keys and values .* divide the other\. .* tensor_parallel can be 1, 3, 6$",
         config=replace(SMALL, num_attention_heads=6, num_key_value_heads=3),
     ),
     "vocabulary": Refusal(
