@@ -286,7 +286,7 @@ def _backward(
 ):
     expert, block = tl.program_id(0) % num_experts, (tl.program_id(0) // num_experts).to(tl.int64)
     first, end = rows_of_expert(offsets, expert)
-    dtype, row, k = gate_up.dtype.element_ty, tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     column, num_columns = block * COLUMNS, (inner - block * COLUMNS).to(tl.int32)
     wide_expert, zero = expert.to(tl.int64), expert.to(tl.int64) * 0
     b_at = (wide_expert * 2 * inner + column) * rank
@@ -318,12 +318,12 @@ def _backward(
         silu = gate * sigmoid
         tl.store(of_weights + block * num_all + start + row, tl.sum(gradient * silu * up, 1), mask=row < num_rows)
         if a is not None:
-            activated = (silu * up * weight[:, None]).to(dtype)
+            activated = (silu * up * weight[:, None]).to(gate_up.dtype.element_ty)
             of_a = tl.dot(tl.trans(activated), of_projected, of_a, input_precision="ieee")
         gradient *= weight[:, None]
-        d_up = (gradient * silu).to(dtype)
+        d_up = (gradient * silu).to(gate_up.dtype.element_ty)
         tl.store(d_gate_up + gate_at + inner + at, d_up, mask=mask)
-        d_gate = (gradient * up * (sigmoid + silu * (1 - sigmoid))).to(dtype)
+        d_gate = (gradient * up * (sigmoid + silu * (1 - sigmoid))).to(gate_up.dtype.element_ty)
         tl.store(d_gate_up + gate_at + at, d_gate, mask=mask)
         if h is not None:
             db_gate = tl.dot(tl.trans(d_gate), of_gate, db_gate, input_precision="ieee")
