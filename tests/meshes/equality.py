@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,8 @@ CONFIG = Qwen3MoeConfig(
     num_experts_per_tok=2,
     initializer_range=0.3,
 )
+SMALL = replace(CONFIG, num_hidden_layers=2)
+"""For tests without a pipeline, which need no layer in the middle."""
 ROWS = 16
 """Of a batch of all ranks together."""
 LEARNING_RATE, WEIGHT_DECAY, CLIP, EPS = 0.01, 0.1, 0.5, 1e-3

@@ -14,7 +14,7 @@ from lightning_d9d.optim.settings import NamedParameters
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
-from tests.meshes.equality import CONFIG, EPS, LEARNING_RATE, WEIGHT_DECAY
+from tests.meshes.equality import EPS, LEARNING_RATE, SMALL, WEIGHT_DECAY
 from tests.meshes.test_optimizers import built, fitted, train_step
 
 STEPS = 4
@@ -39,7 +39,7 @@ FAST = {("pp2", "SGD"), ("tp2", "Adam"), ("tp2", "AccumAdamW")}
 
 def on_one_process(name: str) -> dict[str, Tensor]:
     """With the groups of settings."""
-    model = built(CONFIG)
+    model = built(SMALL)
     named = dict(model.named_parameters())
     optimizer = OptimizerSettings(OPTIMIZERS[name]).make_optimizer(NamedParameters(named, list(named), *WORDS))
     for step in range(STEPS):
@@ -64,6 +64,6 @@ def cases() -> list:
 @pytest.mark.parametrize(("mesh", "name"), cases())
 def test_several_steps_are_those_of_one_process(rank: RankContext, mesh: str, name: str) -> None:
     expected = rank.from_first_rank(on_one_process, name)
-    weights = fitted(rank, MESHES[mesh], OptimizerSettings(OPTIMIZERS[name]), CONFIG, STEPS)
+    weights = fitted(rank, MESHES[mesh], OptimizerSettings(OPTIMIZERS[name]), SMALL, STEPS)
     assert_tensors_close(weights, {each: expected[each] for each in weights}, tolerance=Tolerance(relative=1e-9))
     assert set().union(*rank.all_gather_object(set(weights))) == expected.keys()

@@ -13,7 +13,7 @@ from lightning_d9d.optim import MuonAdamW, OptimizerSettings
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
-from tests.meshes.equality import CONFIG, EPS, LEARNING_RATE, WEIGHT_DECAY
+from tests.meshes.equality import EPS, LEARNING_RATE, SMALL, WEIGHT_DECAY
 from tests.meshes.test_optimizers import built, fitted, train_step
 
 STEPS = 4
@@ -32,7 +32,7 @@ SPARSE = {"rep2-shard2", "shard2-tp2"}
 
 def on_one_process() -> dict[str, Tensor]:
     """With groups by hand."""
-    model = built(CONFIG)
+    model = built(SMALL)
     words = {"model.embed_tokens.weight", "lm_head.weight"}
     groups: dict[tuple[bool, bool, int], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -65,7 +65,7 @@ def meshes() -> list:
 @pytest.mark.parametrize("name", meshes())
 def test_a_mesh_trains_as_one_process_does(rank: RankContext, name: str) -> None:
     expected = rank.from_first_rank(on_one_process)
-    weights = fitted(rank, MESHES[name], MUON, CONFIG, STEPS)
+    weights = fitted(rank, MESHES[name], MUON, SMALL, STEPS)
     assert_tensors_close(weights, {each: expected[each] for each in weights}, tolerance=Tolerance(relative=1e-9))
     held = rank.all_gather_object(set(weights))
     assert set().union(*held) == expected.keys()
@@ -74,6 +74,6 @@ def test_a_mesh_trains_as_one_process_does(rank: RankContext, name: str) -> None
 @pytest.mark.ranks(2)
 def test_a_checkpoint_goes_on_on_another_mesh(rank: RankContext) -> None:
     expected, saved = rank.from_first_rank(on_one_process), str(rank.tmp_dir / "saved")
-    fitted(rank, MeshConfig(data_parallel_shard=2), MUON, CONFIG, STEPS, save_to=saved)
-    weights = fitted(rank, MESHES["tp2"], MUON, CONFIG, STEPS, load_from=saved)
+    fitted(rank, MeshConfig(data_parallel_shard=2), MUON, SMALL, STEPS, save_to=saved)
+    weights = fitted(rank, MESHES["tp2"], MUON, SMALL, STEPS, load_from=saved)
     assert_tensors_close(weights, {each: expected[each] for each in weights}, tolerance=Tolerance(relative=1e-9))

@@ -33,11 +33,11 @@ from tests.data.chats import chat, make_tokenizer
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind, Tolerance
-from tests.meshes.equality import CONFIG, Watched
+from tests.meshes.equality import SMALL, Watched
 from tests.strategy.plain import trainer
 
 TOLERANCE = Tolerance(relative=1e-9)
-MODEL = dataclasses.replace(CONFIG, vocab_size=320)
+MODEL = dataclasses.replace(SMALL, vocab_size=320)
 CHATS = [
     chat("Hi", "I am well."),
     chat("How are you?", "Well", "And", "It is five."),

@@ -16,7 +16,7 @@ from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind, Tolerance
 from tests.meshes.cases import Case
-from tests.meshes.equality import CLIP, CONFIG, ROWS, Watched, batch_of, on_one_process
+from tests.meshes.equality import CLIP, ROWS, SMALL, Watched, batch_of, on_one_process
 from tests.strategy.plain import trainer
 
 SEVERAL_STEPS = Tolerance(relative=1e-9)
@@ -64,9 +64,9 @@ class Uneven(Watched):
 )
 def test_three_and_five_batches(rank: RankContext, case: Case) -> None:
     L.seed_everything(1, verbose=False)
-    expected = on_one_process(steps=NUM_BATCHES)
+    expected = on_one_process(SMALL, steps=NUM_BATCHES)
     L.seed_everything(1, verbose=False)
-    module = Uneven(CONFIG, NUM_BATCHES)
+    module = Uneven(SMALL, NUM_BATCHES)
     options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1, "gradient_clip_val": CLIP}
     strategy = D9DStrategy(**case.strategy_options)
     run = trainer(strategy, rank.world_size, rank.device.type, use_distributed_sampler=False, **options)
@@ -91,7 +91,7 @@ def test_three_and_five_batches(rank: RankContext, case: Case) -> None:
 
 
 def loss_of_all(weights: dict[str, Tensor]) -> Tensor:
-    alone = Qwen3MoePretraining(CONFIG)
+    alone = Qwen3MoePretraining(SMALL)
     alone.configure_model()
     alone.double().load_state_dict(weights)
     total, count = torch.zeros((), dtype=torch.float64), 0

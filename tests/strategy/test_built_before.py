@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.sync.buckets import GradSyncConfig
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
-from tests.meshes.equality import CONFIG, Watched, on_one_process, whole
+from tests.meshes.equality import CONFIG, SMALL, Watched, on_one_process, whole
 from tests.strategy.plain import trainer
 from tests.strategy.staged import Staged, staged_rows
 from tests.strategy.test_fully_sharded import EXPERTS, SHARDED, PlainBlocks, rows_of
@@ -26,11 +27,11 @@ from tests.strategy.test_fully_sharded import EXPERTS, SHARDED, PlainBlocks, row
 OPTIONS: dict[str, Any] = {"use_distributed_sampler": False, "gradient_clip_val": 0.5, "max_epochs": 1}
 
 
-def check_trains_as_one_process(rank: RankContext, strategy: D9DStrategy) -> None:
+def check_trains_as_one_process(rank: RankContext, strategy: D9DStrategy, config: Qwen3MoeConfig = SMALL) -> None:
     """As `load_from_checkpoint` leaves it, built whole on every rank."""
     L.seed_everything(3, verbose=False)
-    expected = on_one_process(steps=2)
-    module = Watched(CONFIG, 2)
+    expected = on_one_process(config, steps=2)
+    module = Watched(config, 2)
     module.configure_model()
     L.seed_everything(1, verbose=False)  # other weights, if any were drawn
     trainer(strategy, rank.world_size, rank.device.type, precision="64-true", **OPTIONS).fit(module)
@@ -52,12 +53,12 @@ def test_a_module_that_is_there_is_spread(rank: RankContext, mesh: dict[str, int
 @pytest.mark.ranks(4)
 def test_a_module_that_is_there_is_cut_and_spread(rank: RankContext) -> None:
     mesh = MeshConfig(pipeline_parallel=2, data_parallel_shard=2)
-    check_trains_as_one_process(rank, D9DStrategy(mesh=mesh, schedule="zero_bubble_v"))
+    check_trains_as_one_process(rank, D9DStrategy(mesh=mesh, schedule="zero_bubble_v"), CONFIG)
 
 
 @pytest.mark.ranks(2)
 def test_what_is_frozen_stays_so(rank: RankContext) -> None:
-    module = Watched(CONFIG, 1)
+    module = Watched(SMALL, 1)
     module.configure_model()
     module.stages[0].get_submodule("lm_head").requires_grad_(False)
     run = trainer(D9DStrategy(mesh=MeshConfig(**SHARDED)), 2, rank.device.type, **OPTIONS)
@@ -73,7 +74,7 @@ def test_what_is_frozen_stays_so(rank: RankContext) -> None:
 def test_another_recomputation_keeps_the_weights(rank: RankContext, mesh: dict[str, int]) -> None:
     def trained(recompute: str) -> Watched:
         L.seed_everything(1, verbose=False)
-        module = Watched(CONFIG, 1)
+        module = Watched(SMALL, 1)
         for kind in ("none", recompute):
             strategy = D9DStrategy(mesh=MeshConfig(**mesh), parallel=ParallelConfig(recompute=kind))
             trainer(strategy, 2, rank.device.type, precision="64-true", **OPTIONS).fit(module)
@@ -87,7 +88,7 @@ def test_another_recomputation_keeps_the_weights(rank: RankContext, mesh: dict[s
 
 @pytest.mark.ranks(2)
 def test_other_dtypes_keep_the_weights(rank: RankContext) -> None:
-    module = Watched(CONFIG, 1)
+    module = Watched(SMALL, 1)
 
     def run(precision: Any, grad_sync: GradSyncConfig = GradSyncConfig()) -> L.Trainer:
         strategy = D9DStrategy(mesh=MeshConfig(**SHARDED), grad_sync=grad_sync)
@@ -109,7 +110,7 @@ def test_other_dtypes_keep_the_weights(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_weights_that_lie_otherwise_are_refused_by_what_differs(rank: RankContext) -> None:
-    module = Watched(CONFIG, 1)
+    module = Watched(SMALL, 1)
     trainer(D9DStrategy(mesh=MeshConfig(**SHARDED)), 2, rank.device.type, **OPTIONS).fit(module)
     run = trainer(D9DStrategy(mesh=MeshConfig(**EXPERTS)), 2, rank.device.type, **OPTIONS)
     text = r"weights for MeshConfig.expert_parallel=1 of .*has MeshConfig.expert_parallel=2, and cannot build .*gate"

@@ -39,7 +39,7 @@ from lightning_d9d.state import read_tensors, save_tensors
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
-from tests.meshes.equality import CONFIG, Data, Watched, batch_of, on_mesh, on_one_process, whole
+from tests.meshes.equality import CONFIG, SMALL, Data, Watched, batch_of, on_mesh, on_one_process, whole
 from tests.strategy.plain import trainer
 
 SHARDED = {"data_parallel_shard": 2}
@@ -60,9 +60,9 @@ def rows_of(index: int, rank: RankContext) -> DataLoader:
 def test_the_first_step_in_float32_is_that_of_one_process(rank: RankContext, mesh: dict[str, int]) -> None:
     data = Data(length=8)
     L.seed_everything(1, verbose=False)
-    expected = on_one_process(steps=1, dtype=torch.float32, data=data)
+    expected = on_one_process(SMALL, steps=1, dtype=torch.float32, data=data)
     L.seed_everything(1, verbose=False)
-    actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**mesh)), steps=1, data=data, precision="32-true")
+    actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**mesh)), SMALL, steps=1, data=data, precision="32-true")
     assert_tensors_close(actual.gradients[0], expected.gradients[0])
 
 
@@ -72,10 +72,10 @@ def test_the_first_step_in_float32_is_that_of_one_process(rank: RankContext, mes
 def test_narrow_weights_have_float32_gradients(rank: RankContext, mesh: dict[str, int], size: int | None) -> None:
     """bf16-true: shards in bfloat16; sums over microbatches and ranks in float32 up to the optimizer step."""
     L.seed_everything(1, verbose=False)
-    expected = on_one_process(steps=1, dtype=torch.bfloat16, device=rank.device)
+    expected = on_one_process(SMALL, steps=1, dtype=torch.bfloat16, device=rank.device)
     L.seed_everything(1, verbose=False)
     strategy = D9DStrategy(mesh=MeshConfig(**mesh), microbatch_size=size)
-    actual = on_mesh(rank, strategy, steps=2, precision="bf16-true")
+    actual = on_mesh(rank, strategy, SMALL, steps=2, precision="bf16-true")
     # With one microbatch those of experts are neither added up nor summed over ranks.
     dtypes = {name: gradient.dtype for name, gradient in actual.gradients[0].items()}
     alone = size is None and "expert_parallel" in mesh
@@ -88,7 +88,7 @@ def test_narrow_weights_have_float32_gradients(rank: RankContext, mesh: dict[str
 @pytest.mark.parametrize("mesh", [SHARDED, EXPERTS], ids=["weights", "experts"])
 def test_mixed_precision_gathers_in_bfloat16_without_autocast(rank: RankContext, mesh: dict[str, int]) -> None:
     L.seed_everything(1, verbose=False)
-    expected = on_one_process(steps=1, dtype=torch.bfloat16, device=rank.device)
+    expected = on_one_process(SMALL, steps=1, dtype=torch.bfloat16, device=rank.device)
     seen: set[Any] = set()
 
     class Looks(Watched):
@@ -100,7 +100,7 @@ def test_mixed_precision_gathers_in_bfloat16_without_autocast(rank: RankContext,
             return super().microbatch_inputs(microbatch)
 
     L.seed_everything(1, verbose=False)
-    module = Looks(CONFIG, 1)
+    module = Looks(SMALL, 1)
     strategy = D9DStrategy(mesh=MeshConfig(**mesh))
     run = trainer(
         strategy,
@@ -189,7 +189,7 @@ def test_losses_and_predictions_are_those_of_one_process(
     rank: RankContext, mesh: dict[str, int], size: int | None
 ) -> None:
     L.seed_everything(1, verbose=False)
-    alone = Qwen3MoePretraining(CONFIG).double()
+    alone = Qwen3MoePretraining(SMALL).double()
     alone.configure_model()
     batch = batch_of(0)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_losses_and_predictions_are_those_of_one_process(
     L.seed_everything(1, verbose=False)
     strategy = D9DStrategy(mesh=MeshConfig(**mesh), microbatch_size=size)
     run = trainer(strategy, 2, rank.device.type, precision="32-true", use_distributed_sampler=False)
-    module = Qwen3MoePretraining(CONFIG)
+    module = Qwen3MoePretraining(SMALL)
     (result,) = run.validate(module, rows_of(0, rank), verbose=False)
     predicted = run.predict(module, rows_of(0, rank))
     mine = logits.chunk(2)[rank.rank].float()
@@ -255,7 +255,7 @@ class Unfreezes(L.Callback):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("size", [None, 2], ids=["let go", "kept"])
 def test_layers_can_be_frozen_and_unfrozen(rank: RankContext, size: int | None) -> None:
-    module = Watched(CONFIG, 1)
+    module = Watched(SMALL, 1)
     strategy = D9DStrategy(mesh=MeshConfig(**EXPERTS), microbatch_size=size)
     options: dict[str, Any] = {"gradient_clip_val": 1.0, "use_distributed_sampler": False, "precision": "64-true"}
     run = trainer(strategy, 2, rank.device.type, max_epochs=2, callbacks=[Unfreezes()], **options)
@@ -444,7 +444,7 @@ def test_callbacks_that_copy_the_module_are_refused(rank: RankContext, callback:
     callbacks = [callback(0.1) if callback is StochasticWeightAveraging else callback()]
     run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_steps=1, callbacks=callbacks)
     with pytest.raises(ConfigError, match=f"{callback.__name__} makes a deep copy"):
-        run.fit(Watched(copy.deepcopy(CONFIG), 1))
+        run.fit(Watched(copy.deepcopy(SMALL), 1))
 
 
 @pytest.mark.ranks(2)
@@ -456,16 +456,16 @@ def test_a_mixed_group_of_parameters_is_refused_where_torch_cannot_step_it(rank:
     mesh = MeshConfig(data_parallel_replicate=2, expert_parallel=2)
     run = trainer(D9DStrategy(mesh=mesh), 2, rank.device.type, max_steps=1, use_distributed_sampler=False)
     with pytest.raises(ConfigError, match="plain parameters and DTensors"):
-        run.fit(Fused(CONFIG, 1))
+        run.fit(Fused(SMALL, 1))
 
 
 @pytest.mark.ranks(2)
 def test_weights_that_stay_in_the_hosts_memory_train_as_others(rank: RankContext) -> None:
     L.seed_everything(1, verbose=False)
-    expected = on_one_process(steps=2)
+    expected = on_one_process(SMALL, steps=2)
     L.seed_everything(1, verbose=False)
     parallel = ParallelConfig(offload=True)
-    actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**EXPERTS), parallel=parallel), steps=2)
+    actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**EXPERTS), parallel=parallel), SMALL, steps=2)
     for weights, theirs in zip(actual.weights, expected.weights, strict=True):
         assert_tensors_close(weights, theirs)
 
@@ -473,7 +473,7 @@ def test_weights_that_stay_in_the_hosts_memory_train_as_others(rank: RankContext
 @pytest.mark.ranks(2)
 def test_a_sharded_module_stays_where_it_is(rank: RankContext) -> None:
     """The same strategy goes on with it; another cannot."""
-    module = Watched(CONFIG, 1)
+    module = Watched(SMALL, 1)
     options: dict[str, Any] = {"gradient_clip_val": 1.0, "use_distributed_sampler": False, "max_steps": 1}
     for _ in range(2):
         trainer(D9DStrategy(mesh=MeshConfig(**EXPERTS)), 2, rank.device.type, **options).fit(module)
@@ -485,7 +485,7 @@ def test_a_sharded_module_stays_where_it_is(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_sharded_model_is_exported_whole_and_writes_text(rank: RankContext) -> None:
-    config = dataclasses.replace(CONFIG, vocab_size=256)
+    config = dataclasses.replace(SMALL, vocab_size=256)
 
     class Bytes(Watched):
         def train_dataloader(self) -> DataLoader:
@@ -555,7 +555,7 @@ def test_ranks_train_the_same_parameters(rank: RankContext, mesh: dict[str, int]
     options: dict[str, Any] = {"use_distributed_sampler": False, "max_steps": 1, "callbacks": [FreezesOnRank0()]}
     run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, **options)
     with pytest.raises(ConfigError, match="ranks with the same stages train different parameters"):
-        run.fit(Watched(CONFIG, 1))
+        run.fit(Watched(SMALL, 1))
 
 
 class Sometimes(nn.Module):

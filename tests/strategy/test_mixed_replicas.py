@@ -24,7 +24,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.harness.ranks import RankContext
 from tests.harness.recorder import Recorder
 from tests.harness.records import read
-from tests.meshes.equality import CLIP, CONFIG, Watched, batch_of, optimizer_of
+from tests.meshes.equality import CLIP, SMALL, Watched, batch_of, optimizer_of
 from tests.meshes.equality import ROWS as BATCH
 from tests.strategy.mixed import mixed_training
 from tests.strategy.plain import Plain, TwoOptimizers, loader, trainer
@@ -198,7 +198,7 @@ def test_replicas_of_two_ranks_equal_the_matrices(rank: RankContext, inside: str
         "ep2": "expert_parallel",
     }
     degrees = {names[part]: 2 for part in inside.split() if part in names} or {"data_parallel_shard": 2}
-    config = replace(CONFIG, tie_word_embeddings=tied)
+    config = replace(SMALL, tie_word_embeddings=tied)
     check_mesh(rank, config, accumulated=2 if inside == "accumulated" else 1, **degrees)
 
 
@@ -231,7 +231,7 @@ class Steady(L.Callback):
 def test_no_collective_of_a_step_spans_replicas_but_the_mix(rank: RankContext) -> None:
     path = rank.tmp_dir / f"record{rank.rank}"
     mesh = MeshConfig(data_parallel_replicate=2, data_parallel_shard=2)
-    module = Grouped(CONFIG, 7)
+    module = Grouped(SMALL, 7)
     options: Any = {
         "precision": "64-true",
         "max_epochs": 1,
@@ -375,7 +375,7 @@ def test_a_resumed_fit_equals_one_that_was_not_stopped(rank: RankContext, mode: 
             return module, trainer(D9DStrategy(replicate_sync="one_peer_exp"), 4, **options)
         mesh = MeshConfig(data_parallel_replicate=2, data_parallel_shard=2)
         strategy = D9DStrategy(mesh=mesh, replicate_sync="ring", microbatch_size=2)
-        return Grouped(CONFIG, 6), trainer(strategy, 4, **options)
+        return Grouped(SMALL, 6), trainer(strategy, 4, **options)
 
     def weights_of(module: Any) -> dict[str, Tensor]:
         return {name: local(p).detach().clone() for name, p in module.named_parameters()}
