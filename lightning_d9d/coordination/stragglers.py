@@ -148,7 +148,9 @@ class Comparison:
         return found
 
     def _usual_of(self, others: tuple[int, ...], part: str) -> list[float]:
-        """Return the higher median of each block; nothing without ranks. Most ranks are compared with the same ones.
+        """Return the higher median of each block over some ranks, or an empty list if there are none.
+
+        Medians are kept, because most ranks have the same ranks beside them.
 
         Args:
             others: The number of the report, and ranks.

@@ -39,7 +39,7 @@ _UNNOTICED = {
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher, which starts the other ranks of a machine; they know which process started them."""
+    """Lightning's launcher of a machine's other ranks, which puts its process number into their environment."""
 
     def _call_children_scripts(self) -> None:
         os.environ[_LAUNCHED_BY] = str(os.getpid())

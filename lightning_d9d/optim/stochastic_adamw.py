@@ -198,7 +198,7 @@ class StochasticAdamW(Optimizer):
 
 
 class _Held:
-    """A tensor that `Optimizer.load_state_dict` does not convert; others it would cast to the parameter's dtype."""
+    """A wrapper that keeps `Optimizer.load_state_dict` from casting a tensor to the parameter's dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
