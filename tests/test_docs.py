@@ -34,6 +34,7 @@ PAGES = [
 RUN = {ROOT / "docs" / "tutorials" / name for name in ("fine-tune-qwen3-30b.md", "your-text.md")}
 """Pages whose commands run in their order, where they have a file for a tiny model or take what such a run has left."""
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"\n]+)")?\n(?P<code>.*?)^```$', re.M | re.S)
+ITEM_IN_LINE = re.compile(r"[.:;)?] [1-9][0-9]?\.(?= |$)", re.M)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -134,6 +135,12 @@ def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 if path in RUN and words[0] == "lightning-d9d" and takes_no_gpu(words):
                     monkeypatch.setattr(sys, "argv", words)
                     main()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_list_items_begin_lines(path: Path) -> None:
+    """A formatter that fills lines may move an item behind the one before it, of which it is then a part."""
+    assert ITEM_IN_LINE.findall(FENCE.sub("", path.read_text(encoding="utf-8"))) == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

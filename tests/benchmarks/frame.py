@@ -55,6 +55,8 @@ class Case:
     """Contender -> the largest ratio to the peer that meets the target."""
     pairs: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     """Contender -> another one that it is divided by, too, and the largest such ratio that meets a target."""
+    loss_tolerance: float = LOSS_TOLERANCE
+    """How far a loss after the warm-up may be from the peer's, as a share of it."""
     afterwards: Callable[[Mapping[str, Contender], torch.device], Mapping[str, dict[str, Any]]] | None = None
     """Measures more when the rounds are over, by contender, for JSON. Collective; rank 0's is kept."""
     num_processes: int = 1
@@ -168,7 +170,7 @@ def measure(case: Case, device: torch.device) -> dict[str, dict[str, Any]]:
         loss = _over_ranks(contenders[name].loss(), device, dist.ReduceOp.SUM) / case.num_processes
         measured[name] = {"peak_memory_bytes": peak, "warmup_loss": loss, "seconds_per_step": []}
         peer_loss = measured[case.peer]["warmup_loss"]
-        if not math.isclose(loss, peer_loss, rel_tol=LOSS_TOLERANCE):
+        if not math.isclose(loss, peer_loss, rel_tol=case.loss_tolerance):
             raise RuntimeError(f"{case.name}: after the warm-up {name} has the loss {loss}, the peer {peer_loss}")
     for round_index in range(-1, case.repeats):  # the first round only settles the allocator
         for name in sorted(contenders, key=list(contenders).index, reverse=round_index % 2 == 1):
