@@ -165,7 +165,7 @@ class Comparison:
 
 @cache
 def num_slow_blocks(num_ranks: int) -> int:
-    """Return in how many of all n blocks the excess of a rank that is named must be above half of the threshold.
+    """Return the number of blocks that name a rank: in each of them its excess is above half of the threshold.
 
     Let ranks be alike: in a block the times of a stage are exchangeable, and blocks are independent. Then a rank is
     above the higher median of the others with a probability of at most 1/2. The number X of such blocks has

@@ -102,7 +102,7 @@ def data_wait_seconds(trainer: L.Trainer) -> float:
 
 
 def data_processor_seconds(trainer: L.Trainer) -> float:
-    """Return how much of that time this rank's main thread has used a processor, without workers say. Local."""
+    """Return the processor time that this rank's main thread has used in that wait, in seconds. Local."""
     return getattr(trainer.fit_loop._combined_loader, "processor_seconds", 0.0)
 
 

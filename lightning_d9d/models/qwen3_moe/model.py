@@ -185,7 +185,7 @@ class Qwen3MoeModel(nn.Module):
             document_ids: Integers, shape `[batch, seq]`, the same on every stage: tokens attend only to tokens of their
                 row that have the same id. By default tokens attend to their whole row. Always causally.
             pooling_mask: As in `Qwen3MoeForCausalLM.forward`.
-            state_sums: On later stages: from the stage before, where it has some.
+            state_sums: On later stages: the sums from the previous stage, if it has some.
 
         Returns:
             `hidden_states`, on the last stage after the final norm. With snapshots, `snapshots`: the input of each
