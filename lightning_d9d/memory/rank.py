@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_d9d.memory.host import HostMemory, input_bytes
 from lightning_d9d.memory.layers import Microbatch, StageOfRank, StageShares
@@ -105,6 +105,8 @@ class RankModel:
             before = tuple(spread.shares(self.weights.before))
         if is_last:
             after = tuple(spread.shares((*self.weights.after, *(() if is_first else self.weights.tied))))
+        if is_first and is_last and self.weights.tied:  # [Note: units] in parallel/data.py
+            before, after = (tuple(replace(each, stays_gathered=True) for each in part or ()) for part in (before, after))
         own = [tuple(spread.shares(self.weights.layers[index])) for index in layers]
         return self.microbatch.stage(layers, StageShares(own, before, after))
 

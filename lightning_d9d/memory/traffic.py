@@ -67,7 +67,7 @@ def by_kind(sent: Sequence[Sent]) -> dict[str, float]:
 
 
 def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
-    mesh, gathers = model.mesh, 1 if model.keeps_gathered else 2 * model.num_microbatches
+    mesh, each_time = model.mesh, 1 if model.keeps_gathered else 2 * model.num_microbatches
     inner = mesh.tensor_parallel * mesh.context_parallel_replicate
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     copies = mesh.data_parallel_replicate * mesh.context_parallel_replicate
@@ -77,6 +77,7 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
         axis, span = (
             (Axis.EP_FSDP, mesh.expert_parallel * share.num_shards) if is_apart else (Axis.DP_CP_SHARD, shards * inner)
         )
+        gathers = model.num_microbatches if share.stays_gathered and not model.keeps_gathered else each_time
         if share.is_unit:
             ring = share.num_padded * share_sent(share.num_shards)
             of_gather = Sent(
