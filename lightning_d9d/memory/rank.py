@@ -42,6 +42,8 @@ class RankModel:
     reduces_each: bool = False
     """True if FSDP2 reduces gradients after each microbatch."""
     step_in_backward: bool = False
+    casts_gradients: bool = True
+    """True if the optimizer takes gradients only in the dtype of their weights."""
     bucket_bytes: int = 32 * 2**20
     state_bytes: StateBytes = lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
     """Returns the bytes of the optimizer's states for a rank's part of a weight."""

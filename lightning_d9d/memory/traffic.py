@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lightning_d9d.memory.copies import gathers, sum_width
 from lightning_d9d.memory.layers import LayerOfRank
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.spread import Cut, Part, Share
@@ -67,23 +68,19 @@ def by_kind(sent: Sequence[Sent]) -> dict[str, float]:
 
 
 def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
-    mesh, each_time = model.mesh, 1 if model.keeps_gathered else 2 * model.num_microbatches
+    mesh = model.mesh
     inner = mesh.tensor_parallel * mesh.context_parallel_replicate
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     copies = mesh.data_parallel_replicate * mesh.context_parallel_replicate
     for share in held:
-        wide = max(model.unit_sum_bytes if share.is_unit else model.sum_bytes, share.weight.dtype.itemsize)
+        wide = sum_width(model, share)
         is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
         axis, span = (
             (Axis.EP_FSDP, mesh.expert_parallel * share.num_shards) if is_apart else (Axis.DP_CP_SHARD, shards * inner)
         )
-        gathers = model.num_microbatches if share.stays_gathered and not model.keeps_gathered else each_time
         if share.is_unit:
-            ring = share.num_padded * share_sent(share.num_shards)
-            of_gather = Sent(
-                "all_gather", "weights", axis, share.num_shards, span, gathers * ring * share.width, gathers
-            )
-            yield of_gather
+            ring, times = share.num_padded * share_sent(share.num_shards), gathers(model, share)
+            yield Sent("all_gather", "weights", axis, share.num_shards, span, times * ring * share.width, times)
             if share.weight.is_trained:
                 yield Sent("reduce_scatter", "gradients", axis, share.num_shards, span, ring * wide, 1)
         if not share.weight.is_trained:
