@@ -44,6 +44,8 @@ class RankModel:
     step_in_backward: bool = False
     casts_gradients: bool = True
     """True if the optimizer takes gradients only in the dtype of their weights."""
+    counts_experts: bool = False
+    """True if the tokens of each expert are counted over ranks, as for balancing."""
     bucket_bytes: int = 32 * 2**20
     state_bytes: StateBytes = lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
     """Returns the bytes of the optimizer's states for a rank's part of a weight."""

@@ -6,6 +6,10 @@ weights of the experts go along in float32, and gradients of the weights come ba
 other rank the numbers of tokens and copies in int64. Ranks of tensor parallelism gather the tokens of attention, of a
 dense MLP and of the head. They also gather the gradients of scattered tensors. They scatter as often as they gather,
 and gather some numbers of each loss.
+
+[Note: numbers of a step] Ranks with other tokens sum the weight of the loss, in float64. With those of a pipeline they
+sum loss and weight. The square of the norm is summed over each set of ranks that share gradients, once where two sets
+are the same, and over the pipeline. Tokens of experts are counted in int64, in one message for all layers.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from lightning_d9d.mesh import Axis
 NUMBERS_OF_A_LOSS = 2
 """Numbers for each token that ranks with parts of the vocabulary exchange."""
 _WIDE = 4
+_MATRICES_OF_EXPERTS = 2
+"""Matrices of a layer of experts: gate and up, and down."""
 
 
 class Sent(NamedTuple):
@@ -31,7 +37,7 @@ class Sent(NamedTuple):
     kind: str
     """One of "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "point_to_point"."""
     what: str
-    """One of "weights", "gradients", "tokens to experts", "activations"."""
+    """One of "weights", "gradients", "tokens to experts", "activations", "numbers"."""
     axis: str
     """The axis of the mesh along which it is sent."""
     num_ranks: int
@@ -52,10 +58,21 @@ def share_sent(num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
 
 
-def traffic(model: RankModel, rank: int) -> list[Sent]:
-    """List the messages of a pipeline rank in a step. Local."""
+def traffic(model: RankModel, rank: int, *, clips: bool = True) -> list[Sent]:
+    """List the messages of a pipeline rank in a step. Local.
+
+    Args:
+        model: The run.
+        rank: A pipeline rank.
+        clips: Whether gradients are clipped by their norm.
+    """
     held = model.held(rank)
-    found = [*_of_weights(model, held), *_of_tokens(model, rank), *_of_pipeline(model, rank)]
+    found = [
+        *_of_weights(model, held),
+        *_of_tokens(model, rank),
+        *_of_pipeline(model, rank),
+        *_of_numbers(model, held, clips=clips),
+    ]
     return [each for each in found if each.num_ranks > 1 and each.num_bytes > 0]
 
 
@@ -93,6 +110,31 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
             sums = 2 * (share.numel + flags) * wide * share_sent(num)
             of_sums = (Axis.TP, mesh.tensor_parallel) if place else (Axis.DP_REPLICATE, model.spread().num_ranks)
             yield Sent("all_reduce", "gradients", of_sums[0], num, of_sums[1], sums, 1)
+
+
+def _of_numbers(model: RankModel, held: Sequence[Share], *, clips: bool) -> Iterator[Sent]:
+    """Yield the sums of single numbers. [Note: numbers of a step]."""
+    mesh, pp, tp = model.mesh, model.mesh.pipeline_parallel, model.mesh.tensor_parallel
+    stage = mesh.world_size // pp
+    sums = [("batch", stage // tp, stage, 8), ("batch", stage // tp, stage, 16), (Axis.PP, pp, mesh.world_size, 16)]
+    experts = [share.weight.shape[0] for share in held if share.weight.cut is Cut.EXPERTS]
+    if model.counts_experts and experts:
+        sums.append(("stage", stage, stage, 8 * sum(experts) // _MATRICES_OF_EXPERTS))
+    if clips:
+        groups = {}
+        for share in held:
+            is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
+            if is_apart:
+                groups[mesh.expert_parallel, 1] = Axis.EP_SHARD
+            elif share.weight.cut in (Cut.TENSOR, Cut.HEADS):
+                groups[tp, 1] = Axis.TP
+            inner = mesh.expert_parallel if is_apart else tp * mesh.context_parallel_replicate
+            if share.is_unit:
+                groups[share.num_shards, inner] = Axis.EP_FSDP if is_apart else Axis.DP_CP_SHARD
+        sums += [(axis, num, num * apart, 8) for (num, apart), axis in groups.items()]
+        sums.append((Axis.PP, pp, mesh.world_size, 8))
+    for axis, num, span, size in sums:
+        yield Sent("all_reduce", "numbers", axis, num, span, 2 * size * share_sent(num), 1)
 
 
 def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:

@@ -346,7 +346,7 @@ def plan_of(
     """Plan a run from its model description. Local."""
     mesh, pp = model.mesh, model.mesh.pipeline_parallel
     per_rank = mesh.world_size // pp
-    ranks, sent = [], [traffic(model, rank) for rank in range(pp)]
+    ranks, sent = [], [traffic(model, rank, clips=clips) for rank in range(pp)]
     for rank in range(pp):
         held, stages = model.held(rank), model.schedule.stages_of(rank, pp)
         ranks.append(

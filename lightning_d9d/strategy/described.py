@@ -79,6 +79,7 @@ class RunSettings:
             step_in_backward=self.step_in_backward,
             bucket_bytes=self.grad_sync.bucket_bytes,
             state_bytes=_state_bytes(optimizer),
+            counts_experts=getattr(module, "balance", None) is not None,
             casts_gradients=not getattr(optimizer, "takes_wide_gradients", False),
         )
 
