@@ -121,20 +121,25 @@ def _of_numbers(model: RankModel, held: Sequence[Share], *, clips: bool) -> Iter
     if model.counts_experts and experts:
         sums.append(("stage", stage, stage, 8 * sum(experts) // _MATRICES_OF_EXPERTS))
     if clips:
-        groups = {}
-        for share in held:
-            is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
-            if is_apart:
-                groups[mesh.expert_parallel, 1] = Axis.EP_SHARD
-            elif share.weight.cut in (Cut.TENSOR, Cut.HEADS):
-                groups[tp, 1] = Axis.TP
-            inner = mesh.expert_parallel if is_apart else tp * mesh.context_parallel_replicate
-            if share.is_unit:
-                groups[share.num_shards, inner] = Axis.EP_FSDP if is_apart else Axis.DP_CP_SHARD
-        sums += [(axis, num, num * apart, 8) for (num, apart), axis in groups.items()]
+        for groups in dict.fromkeys(_groups_of_norm(model, share) for share in held):
+            sums += [("gradients", num, num * apart, 8) for num, apart in groups]
         sums.append((Axis.PP, pp, mesh.world_size, 8))
     for axis, num, span, size in sums:
         yield Sent("all_reduce", "numbers", axis, num, span, 2 * size * share_sent(num), 1)
+
+
+def _groups_of_norm(model: RankModel, share: Share) -> tuple[tuple[int, int], ...]:
+    """Return the groups of ranks with other parts of a gradient: their number, and how far one is from the next."""
+    mesh, found = model.mesh, set()
+    is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
+    if is_apart:
+        found.add((mesh.expert_parallel, 1))
+    elif share.weight.cut in (Cut.TENSOR, Cut.HEADS):
+        found.add((mesh.tensor_parallel, 1))
+    if share.is_unit:
+        inner = mesh.tensor_parallel * mesh.context_parallel_replicate
+        found.add((share.num_shards, mesh.expert_parallel if is_apart else inner))
+    return tuple((num, apart) for num, apart in sorted(found) if num > 1)
 
 
 def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
