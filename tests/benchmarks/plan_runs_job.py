@@ -151,7 +151,9 @@ def summed(profiler: profile, folder: Path) -> dict[str, Any]:
         "launches": found["launches"],
         "streams": found["streams"],
         "kernels": {name[:120]: [int(of["calls"]), round(of["ms"], 3)] for name, of in kernels},
-        "operators": [[each.name, each.shapes[:120], each.calls, round(1e3 * each.seconds, 3)] for each in steps.operators],
+        "operators": [
+            [each.name, each.shapes[:120], each.calls, round(1e3 * each.seconds, 3)] for each in steps.operators
+        ],
     }
 
 
