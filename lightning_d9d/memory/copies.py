@@ -4,7 +4,7 @@
 later ones to it. FSDP2 adds up in the same way if it keeps a unit gathered. It copies shards into a message and the
 gathered message into weights, at each gather, and whole gradients into a message in the dtype of sums. Before the update
 gradients are cast to the dtype of their weights, unless the optimizer takes wide ones. Torch's fused optimizers write
-the gradients that they have clipped.
+the gradients that they have clipped. Autocast casts matrices in each forward, and their gradients back in the backward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_d9d.memory.rank import RankModel
-from lightning_d9d.memory.spread import Share
+from lightning_d9d.memory.spread import Part, Share
+
+_CAST = 2
+"""Bytes of a number in the dtype of autocast."""
 
 
 def copied_bytes(model: RankModel, shares: Iterable[Share]) -> float:
@@ -23,6 +26,8 @@ def copied_bytes(model: RankModel, shares: Iterable[Share]) -> float:
         whole = share.num_gathered
         if share.is_unit:
             total += gathers(model, share) * 2 * narrow * (whole + share.numel)
+        elif model.autocasts and len(share.gathered) > 1 and share.weight.part is not Part.EMBEDDING:
+            total += number * whole * (narrow + _CAST) * (2 if share.weight.is_trained else 1)
         if not share.weight.is_trained:
             continue
         adds = (number - 1) * (narrow + 2 * wide)

@@ -61,12 +61,14 @@ class PeakBytes:
     """Bytes of the running layer: results, their gradients, logits, and tokens in transit."""
     constant: int = WORKSPACE
     apart: int = 0
-    """Bytes of free blocks at the peak, kept for other tensors; not in `total`. [Note: blocks that are kept apart]."""
+    """Bytes of free blocks at the peak that large gradients cannot take. [Note: blocks that are kept apart]."""
+    streams: int = 0
+    """The same if FSDP2 has streams of its own: bytes of free blocks of all streams."""
 
     @property
     def total(self) -> int:
-        """The sum of all but `apart`."""
-        return sum(getattr(self, each.name) for each in fields(self) if each.name != "apart")
+        """The sum of all that tensors take."""
+        return sum(getattr(self, each.name) for each in fields(self) if each.name not in ("apart", "streams"))
 
 
 class LayerGradients:
@@ -208,9 +210,13 @@ class _Walk:
                     self.backward_weight(part.stage, stage, is_last=is_last)
                 case _:
                     self.backward(part.stage, stage, is_last=is_last, looks=is_new or is_last)
-        return replace(self.best, apart=max(0, int(sum(self.most_of_pools.values())) - self.best.total))
+        free = max(0, int(sum(self.most_of_pools.values())) - self.best.total)
+        has_streams = self.most_of_pools["gathered"] + self.kept_stages > 0
+        return replace(self.best, streams=free) if has_streams else replace(self.best, apart=free)
 
-    def note(self, working: float, gathered: tuple[float, float] = (0.0, 0.0), fresh: float = 0.0, large: float = 0.0) -> None:
+    def note(
+        self, working: float, gathered: tuple[float, float] = (0.0, 0.0), fresh: float = 0.0, large: float = 0.0
+    ) -> None:
         """Look at a moment.
 
         Args:
@@ -284,7 +290,9 @@ class _Walk:
                     grown = now_again + layer.costs.output_bytes + moment.row_bytes
                     self.note(grown, around, fresh, large + min(fresh, own.large + own.large_units))
                 if again:
-                    self.note(max(layer.forward_peak - layer.kept, again) + layer.costs.output_bytes, around, large=large)
+                    self.note(
+                        max(layer.forward_peak - layer.kept, again) + layer.costs.output_bytes, around, large=large
+                    )
                 if layer.wire_bytes:
                     self.note(again + layer.costs.output_bytes + layer.wire_bytes, around, large=large)
             self.activations -= layer.kept

@@ -44,6 +44,8 @@ class RankModel:
     step_in_backward: bool = False
     casts_gradients: bool = True
     """True if the optimizer takes gradients only in the dtype of their weights."""
+    autocasts: bool = False
+    """True if matrices are cast to two bytes in each forward."""
     counts_experts: bool = False
     """True if the tokens of each expert are counted over ranks, as for balancing."""
     bucket_bytes: int = 32 * 2**20
@@ -110,7 +112,9 @@ class RankModel:
         if is_last:
             after = tuple(spread.shares((*self.weights.after, *(() if is_first else self.weights.tied))))
         if is_first and is_last and self.weights.tied:  # [Note: units] in parallel/data.py
-            before, after = (tuple(replace(each, stays_gathered=True) for each in part or ()) for part in (before, after))
+            before, after = (
+                tuple(replace(each, stays_gathered=True) for each in part or ()) for part in (before, after)
+            )
         own = [tuple(spread.shares(self.weights.layers[index])) for index in layers]
         return self.microbatch.stage(layers, StageShares(own, before, after))
 

@@ -45,12 +45,12 @@ class RankPlan:
     @property
     def reserved(self) -> int:
         """Bytes that torch's allocator reserves on the device."""
-        return GPU_OVERHEAD.reserved(self.peak.total)
+        return GPU_OVERHEAD.reserved(self.peak)
 
     @property
     def needed(self) -> int:
         """Bytes that the process takes on the device, also outside of torch's allocator."""
-        return GPU_OVERHEAD.needed(self.peak.total)
+        return GPU_OVERHEAD.needed(self.peak)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +259,7 @@ def rank_model(
         grad_sync=strategy.grad_sync,
         step_in_backward=strategy.step_in_backward,
         accumulates_batches=accumulates_batches,
+        autocasts=precision.endswith("-mixed"),
     )
     model = settings.rank_model(module, costs, dtype, tokens=tokens)
     if model is None:

@@ -31,6 +31,7 @@ class RunSettings:
     grad_sync: GradSyncConfig
     step_in_backward: bool = False
     accumulates_batches: bool = False
+    autocasts: bool = False
 
     def rank_model(
         self,
@@ -79,6 +80,7 @@ class RunSettings:
             step_in_backward=self.step_in_backward,
             bucket_bytes=self.grad_sync.bucket_bytes,
             state_bytes=_state_bytes(optimizer),
+            autocasts=self.autocasts,
             counts_experts=getattr(module, "balance", None) is not None,
             casts_gradients=not getattr(optimizer, "takes_wide_gradients", False),
         )
