@@ -5,19 +5,28 @@ keeps, and the running layer needs more for a moment. A backward frees a layer's
 Recomputed layers keep their input, and all their tensors exist again during their backward. The first backward of a
 window allocates gradients. Later backwards add to them, and need one more gradient at a time. FSDP2 adds the gathered
 unit and the next one, with the gradients of a gathered unit. The message that sums gradients exists until the next one.
+
+[Note: blocks that are kept apart] Torch's allocator has a pool of blocks for each stream, and a free block of one pool
+is of no use in another. FSDP2 allocates the messages that gather in one stream of its own, and summed gradients in
+another (torch's `_fsdp_collectives.py`). In the stream of the computation, a gradient that is larger than any tensor of
+a layer finds no free block of such tensors. So each of these four kinds needs its own most. Their sum is more than the
+most of all together, as gradients are there when activations are not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from lightning_d9d.memory.layers import LayerOfRank, StageOfRank
-from lightning_d9d.memory.spread import Share
+from lightning_d9d.memory.spread import Part, Share
 from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, compute_parts
 
 WORKSPACE = 33 * 2**20
 """The workspace of cuBLAS on Hopper, from torch's allocator: 32 MiB and 1 MiB (torch's `getChosenWorkspaceSize`)."""
+
+_VOCABULARY = (Part.EMBEDDING, Part.HEAD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +60,21 @@ class PeakBytes:
     working: int = 0
     """Bytes of the running layer: results, their gradients, logits, and tokens in transit."""
     constant: int = WORKSPACE
+    apart: int = 0
+    """Bytes of free blocks at the peak that large gradients cannot take. [Note: blocks that are kept apart]."""
+    streams: int = 0
+    """The same if FSDP2 has streams of its own: bytes of free blocks of all streams."""
 
     @property
     def total(self) -> int:
-        """The sum."""
-        return sum(getattr(self, each.name) for each in fields(self))
+        """The sum of all that tensors take."""
+        return sum(getattr(self, each.name) for each in fields(self) if each.name not in ("apart", "streams"))
 
 
 class LayerGradients:
     """Bytes of a layer's gradients: those that stay, those just computed, and those that FSDP2 adds."""
 
-    def __init__(self, shares: Iterable[Share], rules: GradientRules) -> None:
+    def __init__(self, shares: Iterable[Share], rules: GradientRules, block: float = math.inf) -> None:
         trained = [share for share in shares if share.weight.is_trained]
         self.fresh = sum(share.num_gathered * share.width for share in trained)
         self.largest = max((share.num_gathered * share.width for share in trained), default=0)
@@ -78,6 +91,11 @@ class LayerGradients:
         self.whole_units = sum(share.num_gathered * share.width for share in units)
         self.whole_units_wide = sum(share.num_gathered * wide for share, wide in zip(units, widths, strict=True))
         self.adopts = any(share.numel for share in in_buckets)
+        large = [share.numel * share.weight.dtype.itemsize for share in own]
+        large += [share.numel * max(rules.wide, share.weight.dtype.itemsize) for share in in_buckets]
+        self.large = sum(each for each in large if each > block)
+        self.large_units = sum(each for share in units if (each := share.num_gathered * share.width) > block)
+        self.large_message = self.message if self.message > block else 0
 
 
 def gradients_at_end(shares: Iterable[Share], rules: GradientRules) -> int:
@@ -86,9 +104,26 @@ def gradients_at_end(shares: Iterable[Share], rules: GradientRules) -> int:
     return own.stays + own.of_shards
 
 
-def gathered_bytes(layer: LayerOfRank) -> int:
-    """Count the bytes of a layer's gathered units. Local."""
-    return sum(share.num_gathered * share.width for share in layer.shares if share.is_unit)
+def gathered_bytes(layer: LayerOfRank, above: float = 0.0, *, stay: bool = False) -> int:
+    """Count the bytes of a layer's gathered units. Local.
+
+    Args:
+        layer: The layer.
+        above: Smaller weights are left out.
+        stay: Whether to count those that stay gathered until the backward of the stage is done, or the others.
+    """
+    units = [share for share in layer.shares if share.is_unit and share.stays_gathered == stay]
+    return sum(size for share in units if (size := share.num_gathered * share.width) > above)
+
+
+def tied_bytes(stage: StageOfRank) -> float:
+    """Count the bytes of the head's gradient, if it waits for that of the embedding, which is the same matrix. Local."""
+    if stage.before is None or stage.after is None:
+        return 0.0
+    if any(len(share.gathered) > 1 and share.weight.part in _VOCABULARY for share in stage.after.shares):
+        return 0.0
+    trained = [share for share in stage.before.shares if share.weight.is_trained and len(share.gathered) > 1]
+    return float(sum(share.num_gathered * share.width for share in trained))
 
 
 def peak(
@@ -125,20 +160,30 @@ class _Walk:
         self.rules = rules
         self.keeps = keeps
         self.sums_late = (keeps or rules.accumulates_batches) and not rules.reduces_each
+        block = max((part.costs.block_bytes for stage in stages.values() for part in stage.parts), default=0.0)
+        self.block = block or math.inf
         self.gradients = {
-            (index, place): LayerGradients(layer.shares, rules)
+            (index, place): LayerGradients(layer.shares, rules, self.block)
             for index, stage in stages.items()
             for place, layer in enumerate(stage.parts)
         }
         self.activations = 0.0
         self.there = 0.0  # gradients
+        self.large = 0.0  # those of them in large blocks
+        self.scattered = 0.0  # those of them that FSDP2 has summed
+        self.most_of_pools = {"computed": 0.0, "large gradients": 0.0, "gathered": 0.0, "scattered": 0.0}
         self.has_gradients: set[int] = set()
-        self.kept_stages = sum(gathered_bytes(part) for stage in stages.values() for part in stage.parts)
+        every = [part for stage in stages.values() for part in stage.parts]
+        self.kept_stages = sum(gathered_bytes(part, stay=stay) for part in every for stay in (False, True))
+        self.kept_roots = sum(gathered_bytes(part, stay=True) for part in every)
+        self.tied = {index: tied_bytes(stage) for index, stage in stages.items()}
         self.best = at_rest
         if rules.accumulates_batches:  # those of the batches before
             self.has_gradients = set(stages)
             for own in self.gradients.values():
                 self.there += own.stays + (own.whole_units_wide if self.sums_late else own.of_shards)
+                self.large += own.large
+                self.scattered += 0.0 if self.sums_late else own.of_shards
 
     def run(self, actions: Sequence[Action]) -> PeakBytes:
         remaining: dict[int, int] = {}
@@ -165,44 +210,70 @@ class _Walk:
                     self.backward_weight(part.stage, stage, is_last=is_last)
                 case _:
                     self.backward(part.stage, stage, is_last=is_last, looks=is_new or is_last)
-        return self.best
+        free = max(0, int(sum(self.most_of_pools.values())) - self.best.total)
+        has_streams = self.most_of_pools["gathered"] + self.kept_stages > 0
+        return replace(self.best, streams=free) if has_streams else replace(self.best, apart=free)
 
-    def note(self, working: float, gathered: float = 0.0, gradients: float = 0.0) -> None:
-        gathered += self.kept_stages if self.keeps else 0
+    def note(
+        self, working: float, gathered: tuple[float, float] = (0.0, 0.0), fresh: float = 0.0, large: float = 0.0
+    ) -> None:
+        """Look at a moment.
+
+        Args:
+            working: Bytes of the running layer.
+            gathered: Bytes of gathered units and of gradients that are sent; bytes of messages that gather.
+            fresh: Gradients that have just been computed.
+            large: The part of them in large blocks.
+        """
+        copies, messages = gathered
+        copies += self.kept_stages if self.keeps else self.kept_roots
+        computed = self.at_rest.total + self.there - self.large - self.scattered + self.activations
+        for name, value in (
+            ("computed", computed + working + copies + fresh - large),
+            ("large gradients", self.large + large),
+            ("gathered", messages),
+            ("scattered", self.scattered),
+        ):
+            self.most_of_pools[name] = max(self.most_of_pools[name], value)
         now = replace(
             self.at_rest,
-            gradients=int(self.there + gradients),
+            gradients=int(self.there + fresh),
             activations=int(self.activations),
-            gathered=int(gathered),
+            gathered=int(copies + messages),
             working=int(working),
         )
         if now.total > self.best.total:
             self.best = now
 
-    def around(self, stage: StageOfRank, place: int, step: int) -> float:
-        """Bytes of the running unit and of the next one, which exists twice: as a message, and as its copy."""
+    def around(self, stage: StageOfRank, place: int, *, is_backward: bool) -> tuple[float, float]:
+        """Return the bytes of the running unit, and of messages: in a forward its own, in a backward the next one's."""
         if self.keeps:
-            return 0.0
-        parts = stage.parts
-        following = place + step
-        coming = 2 * gathered_bytes(parts[following]) if 0 <= following < len(parts) else 0
-        return gathered_bytes(parts[place]) + coming
+            return 0.0, 0.0
+        own = gathered_bytes(stage.parts[place])
+        following = gathered_bytes(stage.parts[place - 1]) if place else 0
+        return own, following if is_backward else own
 
     def forward(self, index: int, stage: StageOfRank, *, looks: bool) -> None:
         for place, layer in enumerate(stage.parts):
             if looks:
-                self.note(layer.forward_peak, self.around(stage, place, 1))
+                copies, message = self.around(stage, place, is_backward=False)
+                large = 0 if self.keeps else gathered_bytes(layer, self.block)
+                self.note(layer.forward_peak, (copies, message), large=large)
+                if place and message:  # the message before is there until this one has come
+                    self.note(0.0, (0.0, message + gathered_bytes(stage.parts[place - 1])))
             self.activations += layer.kept
 
     def backward(self, index: int, stage: StageOfRank, *, is_last: bool, looks: bool) -> None:
         is_first = index not in self.has_gradients
-        message = 0.0
+        sums = large_sums = 0.0
         for place in reversed(range(len(stage.parts))):
             layer, own = stage.parts[place], self.gradients[index, place]
+            self.there -= self.tied.get(index, 0.0) if layer is stage.before else 0.0
             whole = max(layer.kept, layer.costs.activation_bytes)
             again = whole - layer.kept
-            around = self.around(stage, place, -1) + message
-            unit_gradients = 0.0 if not own.whole_units else own.whole_units
+            copies, coming = self.around(stage, place, is_backward=True)
+            around = copies + sums, coming
+            large = large_sums + (0 if self.keeps else gathered_bytes(layer, self.block))
             if looks:
                 *earlier, last = layer.moments
                 for moment in (*earlier, last):
@@ -216,20 +287,24 @@ class _Walk:
                         fresh = min(fresh, self.rules.part_bytes + own.largest)
                     is_later = layer.recompute == "attention" and moment is not last  # that is recomputed behind them
                     now_again = 0.0 if is_later else again
-                    self.note(now_again + layer.costs.output_bytes + moment.row_bytes, around, fresh)
+                    grown = now_again + layer.costs.output_bytes + moment.row_bytes
+                    self.note(grown, around, fresh, large + min(fresh, own.large + own.large_units))
                 if again:
-                    self.note(max(layer.forward_peak - layer.kept, again) + layer.costs.output_bytes, around)
+                    self.note(
+                        max(layer.forward_peak - layer.kept, again) + layer.costs.output_bytes, around, large=large
+                    )
                 if layer.wire_bytes:
-                    self.note(again + layer.costs.output_bytes + layer.wire_bytes, around)
+                    self.note(again + layer.costs.output_bytes + layer.wire_bytes, around, large=large)
             self.activations -= layer.kept
             self.settle(own, is_first=is_first, is_last=is_last)
+            self.there += self.tied.get(index, 0.0) if layer is stage.after else 0.0
             if own.message and (is_last or not self.keeps):
                 if looks:
-                    self.note(0.0, around - message - gathered_bytes(layer) + own.message + unit_gradients)
-                message = own.message
+                    self.note(0.0, (own.message + own.whole_units, coming), large=own.large_message + own.large_units)
+                sums, large_sums = own.message, own.large_message
         self.has_gradients.add(index)
         if is_last:
-            self.note(0.0, message)
+            self.note(0.0, (sums, 0.0), large=large_sums)
 
     def backward_input(self, index: int, stage: StageOfRank, *, looks: bool) -> None:
         for place in reversed(range(len(stage.parts))):
@@ -237,14 +312,14 @@ class _Walk:
             whole = max(layer.kept, layer.costs.activation_bytes)
             split = layer.costs.split_activation_bytes
             if looks:
-                self.note(whole - layer.kept + layer.costs.output_bytes, self.around(stage, place, -1))
+                self.note(whole - layer.kept + layer.costs.output_bytes, self.around(stage, place, is_backward=True))
             self.activations += split - layer.kept
 
     def backward_weight(self, index: int, stage: StageOfRank, *, is_last: bool) -> None:
         is_first = index not in self.has_gradients
         for place in reversed(range(len(stage.parts))):
             layer, own = stage.parts[place], self.gradients[index, place]
-            self.note(0.0, 0.0, own.fresh if is_first else own.largest)
+            self.note(0.0, fresh=own.fresh if is_first else own.largest, large=own.large if is_first else 0.0)
             self.activations -= layer.costs.split_activation_bytes
             self.settle(own, is_first=is_first, is_last=is_last)
         self.has_gradients.add(index)
@@ -256,7 +331,12 @@ class _Walk:
             return
         if is_first:
             self.there += own.stays
-            if own.of_shards:
-                self.there += own.of_shards if is_last or not self.sums_late else own.whole_units_wide
+            self.large += own.large
+            if own.of_shards and (is_last or not self.sums_late):
+                self.there += own.of_shards
+                self.scattered += own.of_shards
+            elif own.of_shards:
+                self.there += own.whole_units_wide
         elif is_last and own.of_shards and self.sums_late:
             self.there += own.of_shards - own.whole_units_wide
+            self.scattered += own.of_shards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_d9d.memory.host import HostMemory, input_bytes
 from lightning_d9d.memory.layers import Microbatch, StageOfRank, StageShares
@@ -42,6 +42,12 @@ class RankModel:
     reduces_each: bool = False
     """True if FSDP2 reduces gradients after each microbatch."""
     step_in_backward: bool = False
+    casts_gradients: bool = True
+    """True if the optimizer takes gradients only in the dtype of their weights."""
+    autocasts: bool = False
+    """True if matrices are cast to two bytes in each forward."""
+    counts_experts: bool = False
+    """True if the tokens of each expert are counted over ranks, as for balancing."""
     bucket_bytes: int = 32 * 2**20
     state_bytes: StateBytes = lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
     """Returns the bytes of the optimizer's states for a rank's part of a weight."""
@@ -105,6 +111,10 @@ class RankModel:
             before = tuple(spread.shares(self.weights.before))
         if is_last:
             after = tuple(spread.shares((*self.weights.after, *(() if is_first else self.weights.tied))))
+        if is_first and is_last and self.weights.tied:  # [Note: units] in parallel/data.py
+            before, after = (
+                tuple(replace(each, stays_gathered=True) for each in part or ()) for part in (before, after)
+            )
         own = [tuple(spread.shares(self.weights.layers[index])) for index in layers]
         return self.microbatch.stage(layers, StageShares(own, before, after))
 

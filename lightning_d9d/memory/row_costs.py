@@ -8,6 +8,7 @@ from dataclasses import replace
 from lightning_d9d.memory.layers import LayerOfRank
 from lightning_d9d.memory.peak import LayerGradients, gathered_bytes
 from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.memory.step import GPU_OVERHEAD
 from lightning_d9d.memory.traffic import Sent, of_head, of_layer
 from lightning_d9d.schedule.layers import LayerCosts, Messages, ModelCosts
 from lightning_d9d.schedule.schedule import Schedule
@@ -57,7 +58,8 @@ def peak_of(model: RankModel) -> PeakOfCandidate:
 
     def most(schedule: Schedule, layers: Sequence[range], rows: int, number: int) -> float:
         tried = replace(model, schedule=schedule, layers_of_stages=tuple(layers), rows=rows, num_microbatches=number)
-        return float(max(tried.peak(rank).total for rank in range(model.mesh.pipeline_parallel)))
+        needed = max(GPU_OVERHEAD.needed(tried.peak(rank)) for rank in range(model.mesh.pipeline_parallel))
+        return float(GPU_OVERHEAD.allocatable(needed))
 
     return most
 

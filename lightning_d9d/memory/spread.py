@@ -110,6 +110,8 @@ class Share:
     """True if FSDP2 gathers and reduces it."""
     gather_dtype: torch.dtype | None = None
     """The dtype in which FSDP2 gathers it; None: its own."""
+    stays_gathered: bool = False
+    """True if it belongs to the whole stage, which is gathered once a batch, as a tied matrix does."""
 
     @property
     def numel(self) -> int:

@@ -21,16 +21,28 @@ class Overhead:
     fragments: float = 0.06
     """Fragments as a share of the allocated bytes. This and `pools` were fitted to one H200 run, which reserved 129 GiB
     for 121 (docs/benchmarks/whole-model.md)."""
+    keeps_apart: bool = True
+    """True if free blocks are kept for other tensors. [Note: blocks that are kept apart] in `memory/peak.py`."""
     outside: int = 700 * 2**20
     """Bytes of CUDA's context and libraries, and of nccl's buffers. They are outside of torch's allocator. Assumed."""
 
-    def reserved(self, allocated: int) -> int:
-        """Return the bytes that torch's allocator reserves on the device. Local."""
-        return int(allocated * (1 + self.fragments)) + self.pools
+    def reserved(self, peak: PeakBytes, at_least: int = 0) -> int:
+        """Return the bytes that torch's allocator reserves on the device. Local.
 
-    def needed(self, allocated: int) -> int:
+        Large gradients that find no free block are fragments of a single pool, so the larger of both counts. Each
+        stream of FSDP2 has a pool with fragments of its own.
+
+        Args:
+            peak: The peak of a step.
+            at_least: Bytes that are allocated, if those of the peak are not all.
+        """
+        allocated = max(peak.total, at_least) + (peak.streams if self.keeps_apart else 0)
+        fragmented = int(allocated * (1 + self.fragments)) + self.pools
+        return max(fragmented, allocated + peak.apart) if self.keeps_apart else fragmented
+
+    def needed(self, peak: PeakBytes, at_least: int = 0) -> int:
         """Return the bytes that the process takes on the device, also outside of torch's allocator. Local."""
-        return self.reserved(allocated) + self.outside
+        return self.reserved(peak, at_least) + self.outside
 
     def allocatable(self, device: int) -> int:
         """Return the most bytes that tensors can take on a device of `device` bytes. Local."""
@@ -38,7 +50,7 @@ class Overhead:
 
 
 GPU_OVERHEAD = Overhead()
-HOST_OVERHEAD = Overhead(workspace=0, pools=0, outside=0)
+HOST_OVERHEAD = Overhead(workspace=0, pools=0, outside=0, keeps_apart=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +72,7 @@ class RankMemory:
     @property
     def needed(self) -> int:
         """The bytes of the device that the step needs, with fragments and memory outside of torch."""
-        return self.overhead.needed(self.total)
+        return self.overhead.needed(self.peak, self.total)
 
     def __str__(self) -> str:
         peak = self.peak

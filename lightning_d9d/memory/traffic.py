@@ -6,6 +6,10 @@ weights of the experts go along in float32, and gradients of the weights come ba
 other rank the numbers of tokens and copies in int64. Ranks of tensor parallelism gather the tokens of attention, of a
 dense MLP and of the head. They also gather the gradients of scattered tensors. They scatter as often as they gather,
 and gather some numbers of each loss.
+
+[Note: numbers of a step] Ranks with other tokens sum the weight of the loss, in float64. With those of a pipeline they
+sum loss and weight. The square of the norm is summed over each set of ranks that share gradients, once where two sets
+are the same, and over the pipeline. Tokens of experts are counted in int64, in one message for all layers.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lightning_d9d.memory.copies import gathers, sum_width
 from lightning_d9d.memory.layers import LayerOfRank
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.spread import Cut, Part, Share
@@ -22,6 +27,8 @@ from lightning_d9d.mesh import Axis
 NUMBERS_OF_A_LOSS = 2
 """Numbers for each token that ranks with parts of the vocabulary exchange."""
 _WIDE = 4
+_MATRICES_OF_EXPERTS = 2
+"""Matrices of a layer of experts: gate and up, and down."""
 
 
 class Sent(NamedTuple):
@@ -30,7 +37,7 @@ class Sent(NamedTuple):
     kind: str
     """One of "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "point_to_point"."""
     what: str
-    """One of "weights", "gradients", "tokens to experts", "activations"."""
+    """One of "weights", "gradients", "tokens to experts", "activations", "numbers"."""
     axis: str
     """The axis of the mesh along which it is sent."""
     num_ranks: int
@@ -51,10 +58,21 @@ def share_sent(num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
 
 
-def traffic(model: RankModel, rank: int) -> list[Sent]:
-    """List the messages of a pipeline rank in a step. Local."""
+def traffic(model: RankModel, rank: int, *, clips: bool = True) -> list[Sent]:
+    """List the messages of a pipeline rank in a step. Local.
+
+    Args:
+        model: The run.
+        rank: A pipeline rank.
+        clips: Whether gradients are clipped by their norm.
+    """
     held = model.held(rank)
-    found = [*_of_weights(model, held), *_of_tokens(model, rank), *_of_pipeline(model, rank)]
+    found = [
+        *_of_weights(model, held),
+        *_of_tokens(model, rank),
+        *_of_pipeline(model, rank),
+        *_of_numbers(model, held, clips=clips),
+    ]
     return [each for each in found if each.num_ranks > 1 and each.num_bytes > 0]
 
 
@@ -67,22 +85,19 @@ def by_kind(sent: Sequence[Sent]) -> dict[str, float]:
 
 
 def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
-    mesh, gathers = model.mesh, 1 if model.keeps_gathered else 2 * model.num_microbatches
+    mesh = model.mesh
     inner = mesh.tensor_parallel * mesh.context_parallel_replicate
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
     copies = mesh.data_parallel_replicate * mesh.context_parallel_replicate
     for share in held:
-        wide = max(model.unit_sum_bytes if share.is_unit else model.sum_bytes, share.weight.dtype.itemsize)
+        wide = sum_width(model, share)
         is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
         axis, span = (
             (Axis.EP_FSDP, mesh.expert_parallel * share.num_shards) if is_apart else (Axis.DP_CP_SHARD, shards * inner)
         )
         if share.is_unit:
-            ring = share.num_padded * share_sent(share.num_shards)
-            of_gather = Sent(
-                "all_gather", "weights", axis, share.num_shards, span, gathers * ring * share.width, gathers
-            )
-            yield of_gather
+            ring, times = share.num_padded * share_sent(share.num_shards), gathers(model, share)
+            yield Sent("all_gather", "weights", axis, share.num_shards, span, times * ring * share.width, times)
             if share.weight.is_trained:
                 yield Sent("reduce_scatter", "gradients", axis, share.num_shards, span, ring * wide, 1)
         if not share.weight.is_trained:
@@ -95,6 +110,36 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
             sums = 2 * (share.numel + flags) * wide * share_sent(num)
             of_sums = (Axis.TP, mesh.tensor_parallel) if place else (Axis.DP_REPLICATE, model.spread().num_ranks)
             yield Sent("all_reduce", "gradients", of_sums[0], num, of_sums[1], sums, 1)
+
+
+def _of_numbers(model: RankModel, held: Sequence[Share], *, clips: bool) -> Iterator[Sent]:
+    """Yield the sums of single numbers. [Note: numbers of a step]."""
+    mesh, pp, tp = model.mesh, model.mesh.pipeline_parallel, model.mesh.tensor_parallel
+    stage = mesh.world_size // pp
+    sums = [("batch", stage // tp, stage, 8), ("batch", stage // tp, stage, 16), (Axis.PP, pp, mesh.world_size, 16)]
+    experts = [share.weight.shape[0] for share in held if share.weight.cut is Cut.EXPERTS]
+    if model.counts_experts and experts:
+        sums.append(("stage", stage, stage, 8 * sum(experts) // _MATRICES_OF_EXPERTS))
+    if clips:
+        for groups in dict.fromkeys(_groups_of_norm(model, share) for share in held):
+            sums += [("gradients", num, num * apart, 8) for num, apart in groups]
+        sums.append((Axis.PP, pp, mesh.world_size, 8))
+    for axis, num, span, size in sums:
+        yield Sent("all_reduce", "numbers", axis, num, span, 2 * size * share_sent(num), 1)
+
+
+def _groups_of_norm(model: RankModel, share: Share) -> tuple[tuple[int, int], ...]:
+    """Return the groups of ranks with other parts of a gradient: their number, and how far one is from the next."""
+    mesh, found = model.mesh, set()
+    is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
+    if is_apart:
+        found.add((mesh.expert_parallel, 1))
+    elif share.weight.cut in (Cut.TENSOR, Cut.HEADS):
+        found.add((mesh.tensor_parallel, 1))
+    if share.is_unit:
+        inner = mesh.tensor_parallel * mesh.context_parallel_replicate
+        found.add((share.num_shards, mesh.expert_parallel if is_apart else inner))
+    return tuple((num, apart) for num, apart in sorted(found) if num > 1)
 
 
 def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:

@@ -7,6 +7,7 @@ of the backward. Attention has a rate for each length of a row. A ring of n rank
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from lightning_d9d.plan.machine import AttentionRate, MachineTable, shipped
 from lightning_d9d.schedule.layers import ATTENTION_BACKWARD
 
 _SOME_LAUNCHES = 200
+_SOME_MESSAGES = 4
 _RATES = (
     *("memory_gib", "peak_flops", "linear_flops", "grouped_flops", "attention_forward_flops"),
     *("attention_backward_flops", "copy_bytes", "node_link_bytes", "network_bytes", "latency", "action_seconds"),
@@ -186,18 +188,71 @@ def launch(device: torch.device) -> Measured:
     return Measured("launch", min(found))
 
 
-def links(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = None) -> tuple[Measured, Measured]:
-    """Measure an all-gather, and one so small that its time is latency. Collective over the group.
+def links(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[str, Measured]:
+    """Measure messages of each kind, and one so small that its time is latency. Collective over the group.
 
     Returns:
-        The all-gather, with the bytes that a rank sends, and the small one.
+        By kind, the time and the bytes that a rank sends: "all_gather" in bytes, "reduce_scatter" and "all_reduce" in
+        float32, "all_to_all" with as much for each rank, and "small message".
     """
     size = dist.get_world_size(group)
     own = torch.zeros(sizes.message_bytes // size, dtype=torch.uint8, device=device)
     whole, tiny = own.new_empty(size * len(own)), torch.zeros(1, device=device)
-    gather = seconds_of(lambda: dist.all_gather_into_tensor(whole, own, group=group), device, sizes.repeats)
-    small = seconds_of(lambda: dist.all_reduce(tiny, group=group), device, sizes.repeats)
-    return Measured("gather", gather, num_bytes=len(whole) * share_sent(size)), Measured("small message", small)
+    numbers, part = whole.view(torch.float32).zero_(), own.view(torch.float32)
+    other = torch.empty_like(whole)
+    sent = len(whole) * share_sent(size)
+    actions: dict[str, tuple[Callable[[], object], float]] = {
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, own, group=group), sent),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, numbers, group=group), sent),
+        "all_reduce": (lambda: dist.all_reduce(numbers, group=group), 2 * sent),
+        "all_to_all": (lambda: dist.all_to_all_single(other, whole, group=group), sent),
+        "small message": (lambda: dist.all_reduce(tiny, group=group), 0.0),
+    }
+    return {
+        name: Measured(name, seconds_of(action, device, sizes.repeats), num_bytes=num_bytes)
+        for name, (action, num_bytes) in actions.items()
+    }
+
+
+def beside(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[tuple[float, Measured]]:
+    """Measure products and copies beside messages, which take processors and bandwidth. Collective over the group.
+
+    Returns:
+        For each computation the time that it loses, as a share of the messages' own time, and its time beside them.
+    """
+    own = torch.zeros(sizes.message_bytes // dist.get_world_size(group), dtype=torch.uint8, device=device)
+    whole = own.new_empty(dist.get_world_size(group) * len(own))
+    numbers, part = whole.view(torch.float32).zero_(), own.view(torch.float32)
+    x, weight = _drawn(device, sizes, sizes.tokens, sizes.hidden), _drawn(device, sizes, sizes.hidden, sizes.hidden)
+    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    computed = {"products": lambda: x @ weight.T, "copies": lambda: target.copy_(source)}
+    messages = {
+        "gathers": lambda: dist.all_gather_into_tensor(whole, own, group=group, async_op=True),
+        "scattered sums": lambda: dist.reduce_scatter_tensor(part, numbers, group=group, async_op=True),
+    }
+    found = []
+    for what, message in messages.items():
+        alone = _SOME_MESSAGES * seconds_of(lambda m=message: m().wait(), device, sizes.repeats)
+        for name, action in computed.items():
+            times = torch.tensor([2 * alone / seconds_of(action, device, sizes.repeats)], device=device)
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
+            number = max(1, math.ceil(times.item()))
+
+            def repeated(action: Callable[[], object] = action, number: int = number) -> None:
+                for _ in range(number):
+                    action()
+
+            def together(message: Callable[[], dist.Work] = message, repeated: Callable[[], None] = repeated) -> None:
+                works = [message() for _ in range(_SOME_MESSAGES)]
+                repeated()
+                for work in works:
+                    work.wait()
+
+            base = seconds_of(repeated, device, sizes.repeats)
+            both = seconds_of(together, device, sizes.repeats)
+            found.append(((both - base) / alone, Measured(f"{name} beside {what}", both)))
+    return found
 
 
 def measure(
@@ -239,12 +294,14 @@ def measure(
         values["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
     rows = [*linear, *grouped, *(each for _, f, b in attended for each in (f, b)), copied, launched]
     if group is not None:
-        gathered, small = links(sizes, device, group)
+        of_kinds = links(sizes, device, group)
+        gathered, small = of_kinds["all_gather"], of_kinds["small message"]
         size = dist.get_world_size(group)
         values["network_bytes" if num_nodes > 1 else "node_link_bytes"] = gathered.num_bytes / gathered.seconds
         values["latency"] = small.seconds / (2 * (size - 1))  # a sum goes round twice
         values["gpus_per_node"] = size // num_nodes
-        rows += [gathered, small]
+        slowed = beside(sizes, device, group)
+        rows += [*of_kinds.values(), *(replace(each, name=f"{each.name}: {share:.3f}") for share, each in slowed)]
     missing = tuple(each for each in _RATES if each not in values)
     source = f"measured by `lightning-d9d doctor --measure` with torch {torch.__version__}; not measured: {base.source}"
     return replace(base, **values, not_measured=missing, source=source), rows  # type: ignore[arg-type]

@@ -45,12 +45,12 @@ class RankPlan:
     @property
     def reserved(self) -> int:
         """Bytes that torch's allocator reserves on the device."""
-        return GPU_OVERHEAD.reserved(self.peak.total)
+        return GPU_OVERHEAD.reserved(self.peak)
 
     @property
     def needed(self) -> int:
         """Bytes that the process takes on the device, also outside of torch's allocator."""
-        return GPU_OVERHEAD.needed(self.peak.total)
+        return GPU_OVERHEAD.needed(self.peak)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +259,7 @@ def rank_model(
         grad_sync=strategy.grad_sync,
         step_in_backward=strategy.step_in_backward,
         accumulates_batches=accumulates_batches,
+        autocasts=precision.endswith("-mixed"),
     )
     model = settings.rank_model(module, costs, dtype, tokens=tokens)
     if model is None:
@@ -346,7 +347,7 @@ def plan_of(
     """Plan a run from its model description. Local."""
     mesh, pp = model.mesh, model.mesh.pipeline_parallel
     per_rank = mesh.world_size // pp
-    ranks, sent = [], [traffic(model, rank) for rank in range(pp)]
+    ranks, sent = [], [traffic(model, rank, clips=clips) for rank in range(pp)]
     for rank in range(pp):
         held, stages = model.held(rank), model.schedule.stages_of(rank, pp)
         ranks.append(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_d9d.memory.copies import copied_bytes, updated_bytes
 from lightning_d9d.memory.layers import StageOfRank
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.row_costs import microbatch_costs
@@ -97,7 +98,8 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         messages=messages,
         sums=_SLOWED * beside + max(0.0, beside - compute),
         bubble=simulation.step_time - simulation.compute_time[busy],
-        update=_update(model, max((model.held(rank) for rank in (0, pp - 1)), key=_elements), machine, clips=clips),
+        update=updated_bytes(model, max((model.held(rank) for rank in (0, pp - 1)), key=_elements), clips=clips)
+        / machine.copy_bytes,
     )
     return Timed(
         seconds=seconds, simulation=simulation, bubble_ratio=simulation.bubble_ratio, links=_links(sent, machine)
@@ -117,10 +119,11 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stag
     rates = machine.rates_for(model.tokens)
     costs = [microbatch_costs(model, each, is_head=each is stage.after) for each in stage.parts]
     seconds = [rates.seconds(each, 1) for each in costs]
+    copies = sum(copied_bytes(model, each.shares) for each in stage.parts) / model.num_microbatches
     return _Stage(
         forward=sum(each.forward for each in seconds) + rates.action_seconds,
         backward_input=sum(each.backward_input for each in seconds) + rates.action_seconds,
-        backward_weight=sum(each.backward_weight for each in seconds),
+        backward_weight=sum(each.backward_weight for each in seconds) + copies / machine.copy_bytes,
         messages=sum(rates.message_seconds(each, 1) for each in costs),
         again=sum(rates.again(each, 1) for each in costs),
     )
@@ -144,18 +147,6 @@ def _transfer(model: RankModel, machine: MachineTable) -> float:
         return 0.0
     rate = machine.rates.link(model.mesh.world_size // pp + 1)
     return model.costs.layers[0].output_bytes * model.share_of_row / (rate / 2)
-
-
-def _update(model: RankModel, held: Sequence[Share], machine: MachineTable, *, clips: bool) -> float:
-    trained = [share for share in held if share.weight.is_trained]
-    weights = sum(share.numel * share.weight.dtype.itemsize for share in trained)
-    wide = [share.is_unit or share.num_copies > 1 or model.accumulates for share in trained]
-    gradients = sum(
-        share.numel * (max(model.sum_bytes, share.weight.dtype.itemsize) if is_wide else share.weight.dtype.itemsize)
-        for share, is_wide in zip(trained, wide, strict=True)
-    )
-    states = sum(model.state_bytes(share) for share in trained)
-    return (2 * weights + 2 * states + gradients * (2 if clips else 1)) / machine.copy_bytes
 
 
 def _elements(held: Sequence[Share]) -> int:

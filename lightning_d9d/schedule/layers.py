@@ -97,6 +97,8 @@ class LayerCosts:
     """
     grouped_flops: float = 0.0
     """The part of `forward_flops` for grouped products. Each part of the backward has as many."""
+    block_bytes: float = 0.0
+    """Bytes of the layer's largest activation; 0 if unknown."""
     dispatch_bytes: float = 0.0
     """Buffer of the tokens that are sent to experts on other ranks; it is freed when they have arrived."""
     state_bytes: float | None = None

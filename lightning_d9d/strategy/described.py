@@ -31,6 +31,7 @@ class RunSettings:
     grad_sync: GradSyncConfig
     step_in_backward: bool = False
     accumulates_batches: bool = False
+    autocasts: bool = False
 
     def rank_model(
         self,
@@ -61,7 +62,7 @@ class RunSettings:
         weights = in_dtype(weights_of(whole.stages[0], self.parallel.shard_blocks), dtype)
         if len(weights.layers) != len(costs.layers):
             return None
-        schedule = schedule or OneForwardOneBackward()
+        schedule, optimizer = schedule or OneForwardOneBackward(), _optimizer_of(whole)
         num_stages = len(schedule.placement(self.mesh.pipeline_parallel))
         return RankModel(
             weights=weights,
@@ -78,7 +79,10 @@ class RunSettings:
             reduces_each=self.grad_sync.reduce == "every_microbatch",
             step_in_backward=self.step_in_backward,
             bucket_bytes=self.grad_sync.bucket_bytes,
-            state_bytes=_state_bytes(whole),
+            state_bytes=_state_bytes(optimizer),
+            autocasts=self.autocasts,
+            counts_experts=getattr(module, "balance", None) is not None,
+            casts_gradients=not getattr(optimizer, "takes_wide_gradients", False),
         )
 
 
@@ -88,12 +92,17 @@ def layers_of(module: D9DModule, num_layers: int, num_stages: int) -> tuple[rang
     return tuple(distribute_layers(num_layers, num_stages, 0, 0) if own is None else own(num_stages))
 
 
-def _state_bytes(whole: D9DModule) -> Callable[[Share], int]:
-    """Return the function that counts the bytes of the states of a share, by the module's own optimizer."""
+def _optimizer_of(whole: D9DModule) -> torch.optim.Optimizer | None:
+    """Return the module's own optimizer; None if it makes none."""
     try:
-        count = states_of(whole.make_optimizer())
+        return whole.make_optimizer()
     except ConfigError:
-        count = None
+        return None
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> Callable[[Share], int]:
+    """Return the function that counts the bytes of the states of a share."""
+    count = None if optimizer is None else states_of(optimizer)
     if count is None:
         return lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
     counted = count

@@ -6,7 +6,8 @@
 
 Each run is a line of JSON, printed as soon as it is measured and appended to `$OUT/plan_runs_GPUS.jsonl`: the most that
 a rank has allocated and reserved, the time of a step, the share of it in which ranks of a pipeline compute nothing, and
-the bytes that a rank sends, by kind of collective. A run that fails, or is not done in its time, says so in its line.
+the bytes that a rank sends, by kind of collective. On a GPU it also has rank 0's kernels of one more step, and the
+allocator's bytes by stream. A run that fails, or is not done in its time, says so in its line.
 """
 
 from __future__ import annotations

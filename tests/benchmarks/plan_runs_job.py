@@ -17,10 +17,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9d import D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.metrics.profiled import COMMUNICATION, profiled_steps
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
 from lightning_d9d.modules import BalanceConfig
 from lightning_d9d.optim import StochasticAdamW
@@ -28,11 +30,13 @@ from lightning_d9d.peft import FullTune, LoRA
 from lightning_d9d.pipeline.timeline import Timeline
 from lightning_d9d.schedule import bubble_ratio
 from tests.benchmarks.plan_runs import Run, listed
+from tests.benchmarks.step_profile import of_trace
 from tests.harness.recorder import Recorder
 from tests.harness.records import KINDS, read, sent_bytes
 
-STEPS, FIRST_STEPS = 10, 4
-"""Of a fit, and those that are not timed; two more at the end are looked at in other ways."""
+STEPS, FIRST_STEPS = 11, 4
+"""Of a fit, and those that are not timed; three more at the end are looked at in other ways."""
+_SHOWN = 40
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -50,7 +54,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Measure(L.Callback):
-    """Notes the time of steps behind the first, then what one sends, then when one computes."""
+    """Notes the time of steps behind the first, then what one sends, when one computes, and its kernels."""
 
     def __init__(self, steps: int, folder: Path) -> None:
         self.steps = steps
@@ -59,17 +63,24 @@ class Measure(L.Callback):
         self._events: list[torch.cuda.Event] = []
         self._recorder: Recorder | None = None
         self._timeline: Timeline | None = None
+        self._profile: profile | None = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to look, in the last two steps. Collective in a pipeline."""
+        """Begin to look, in the last three steps. Collective in a pipeline."""
         strategy: Any = trainer.strategy
-        if batch_idx == self.steps - 2:
+        if batch_idx == self.steps - 3:
             self._recorder = Recorder()
             self._recorder.start(self.folder / f"sent_{trainer.global_rank}")
-        if batch_idx == self.steps - 1 and strategy.pipeline.num_ranks > 1:
+        if batch_idx == self.steps - 2 and strategy.pipeline.num_ranks > 1:
             self._timeline = strategy.executor.observer = Timeline(pl_module.device, strategy.pipeline.group)
+        if batch_idx == self.steps - 1 and pl_module.device.type == "cuda" and trainer.global_rank == 0:
+            torch.cuda.synchronize()
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True, acc_events=True
+            )
+            self._profile.start()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -79,13 +90,14 @@ class Measure(L.Callback):
         if on_cuda and batch_idx == 1:
             self.values["first_allocated_bytes"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        if on_cuda and FIRST_STEPS - 1 <= batch_idx < self.steps - 2:
+        if on_cuda and FIRST_STEPS - 1 <= batch_idx < self.steps - 3:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append(event)
-        if on_cuda and batch_idx == self.steps - 3:
+        if on_cuda and batch_idx == self.steps - 4:
             self.values["allocated_bytes"] = torch.cuda.max_memory_allocated()
             self.values["reserved_bytes"] = torch.cuda.max_memory_reserved()
+            self.values["allocator"] = allocator()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
@@ -98,6 +110,11 @@ class Measure(L.Callback):
             strategy: Any = trainer.strategy
             strategy.executor.observer = None
             self.values["bubble"] = bubble_ratio(self._timeline.spans())
+            self._timeline = None
+        if self._profile is not None:
+            torch.cuda.synchronize()
+            self._profile.stop()
+            self.values["profile"] = summed(self._profile, self.folder)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the median of the steps."""
@@ -105,6 +122,39 @@ class Measure(L.Callback):
             torch.cuda.synchronize()
             pairs = zip(self._events[:-1], self._events[1:], strict=True)
             self.values["step_seconds"] = statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+
+
+def allocator() -> dict[str, Any]:
+    """Bytes that torch's allocator has, by stream and pool, and what it counted."""
+    pools: dict[str, list[int]] = {}
+    for segment in torch.cuda.memory_snapshot():
+        pool = pools.setdefault(f"{segment['stream']} {segment['segment_type']}", [0, 0, 0])
+        for place, value in enumerate((1, segment["total_size"], segment["allocated_size"])):
+            pool[place] += value
+    statistics = torch.cuda.memory_stats()
+    names = ("requested_bytes.all.peak", "inactive_split_bytes.all.peak", "num_alloc_retries", "num_device_alloc")
+    return {"segments, bytes, allocated": pools, **{name: statistics.get(name) for name in names}}
+
+
+def summed(profiler: profile, folder: Path) -> dict[str, Any]:
+    """Milliseconds of a step's kernels: by part, by name, of the streams, and without anything beside messages."""
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    found = of_trace(json.loads((folder / "trace.json").read_text())["traceEvents"], 1)
+    steps = profiled_steps(profiler, 0.0)
+    assert steps.device is not None
+    kernels = sorted(found["kernels"].items(), key=lambda each: -each[1]["ms"])[:_SHOWN]
+    return {
+        "parts": {name: round(1e3 * seconds, 3) for name, seconds in steps.parts.items() if seconds},
+        f"{COMMUNICATION} alone": steps.device.communication_alone / 1e3,
+        "busy": found["busy_ms"],
+        "idle": found["idle_ms"],
+        "launches": found["launches"],
+        "streams": found["streams"],
+        "kernels": {name[:120]: [int(of["calls"]), round(of["ms"], 3)] for name, of in kernels},
+        "operators": [
+            [each.name, each.shapes[:120], each.calls, round(1e3 * each.seconds, 3)] for each in steps.operators
+        ],
+    }
 
 
 def module_of(run: Run, is_quick: bool) -> Qwen3MoePretraining:
@@ -173,7 +223,7 @@ def main() -> None:
         values: dict[str, Any] = {"gpus": run.gpus, "torch": torch.__version__}
         if arguments.device == "cuda":
             values["device"] = torch.cuda.get_device_name()
-        for name in ("step_seconds", "bubble"):
+        for name in ("step_seconds", "bubble", "allocator", "profile"):
             values |= {name: measure.values[name]} if name in measure.values else {}
         for name in ("allocated_bytes", "reserved_bytes", "first_allocated_bytes"):
             values |= {name: [each[name] for each in every]} if name in measure.values else {}

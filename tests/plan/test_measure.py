@@ -76,7 +76,7 @@ def test_links_of_ranks(rank: RankContext) -> None:
     assert {"node_link_bytes", "latency"}.isdisjoint(found.not_measured)
     assert "network_bytes" in found.not_measured
     assert found.gpus_per_node == 2
-    gathered = next(each for each in rows if each.name == "gather")
+    gathered = next(each for each in rows if each.name == "all_gather")
     assert gathered.num_bytes == 2**16 / 2  # half of all is this rank's own
     over_nodes, _ = measure(rank.device, TINY, group=dist.group.WORLD, num_nodes=2)
     assert "network_bytes" not in over_nodes.not_measured
