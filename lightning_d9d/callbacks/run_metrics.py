@@ -85,8 +85,8 @@ class RunMetrics(L.Callback):
     run](../how-to/read-a-run.md) for each name. All ranks must have the callback.
 
     Args:
-        peak_tflops: Peak of one device in 1e12 operations a second, for MFU. By default the peak of dense products in
-            bfloat16, for GPUs whose data sheet is known; without a peak no MFU is logged.
+        peak_tflops: Peak of one device in 1e12 operations a second, for MFU and HFU. By default the peak of dense products in
+            bfloat16, for GPUs whose data sheet is known; without a peak neither is logged.
         norm_every_step: Whether to compute `grad_norm` in each step even without clipping, so that callbacks can read
             it.
         norm_groups: Patterns of parameter names by label, such as `{"experts": "*.experts.*"}`: the gradient norm of
@@ -352,7 +352,7 @@ class RunMetrics(L.Callback):
             flops = getattr(of, convention).sum() / num_readers / len(of.seconds) / of.seconds.max()
             values[f"tflops/{convention}"] = flops / 1e12
             if peak is not None:
-                values[f"mfu/{convention}"] = flops / peak
+                values[convention.utilization] = flops / peak
         return values
 
     def _check_names(self, trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from lightning_d9d.coordination import snapshots
 from lightning_d9d.coordination.hang_report import Known, Silent, diagnose, report_text
-from lightning_d9d.coordination.messages import ForeignValueError, is_count, say, value_of
+from lightning_d9d.coordination.messages import Failure, ForeignValueError, is_count, say, value_of
 from lightning_d9d.coordination.snapshots import Call, Snapshot
 
 ANSWER_SECONDS = 10.0
@@ -122,6 +122,8 @@ class HangWatch:
         self.signal_number = signal_number
         self.written: Written | None = None
         """The last report that this rank wrote."""
+        self.overdue: Failure | None = None
+        """The failure of a rank that waits longer than its limit in a call of NCCL, which raises no error."""
         self.meets_at = meets_at
         self.places: Sequence[Place] = ()
         self._main_thread = threading.get_ident()
@@ -400,7 +402,7 @@ class HangWatch:
         while not self._closing.wait(min(1.0, self.limit_seconds / 20)):
             self._measure()
             now = time.monotonic()
-            is_due = now > self._stalled_at + self.limit_seconds / 10
+            is_due = self._has_warned or now > self._stalled_at + self.limit_seconds / 10
             if is_due and now > self._progress_at + 0.8 * self.limit_seconds:
                 self._stalled_at = now
                 self._look_at_stall(self._take())
@@ -417,10 +419,23 @@ class HangWatch:
         if not pending and (not snapshot.waits_for_ranks or (self._stalled is not None and self._stalled.pending)):
             return  # it computes, or leaves a wait with an error
         self._stalled = snapshot
-        late = [call for call in pending if call.seconds > self.limit_seconds * _late_share(call)]
+        late = [call for call in pending if call.seconds > self.limit_seconds * self._late_share(call)]
         if late and not self._has_warned and self.places:
             self._has_warned = True
             self._asked = f"rank {self.rank} waits for others since {late[0].seconds:.0f} s"
+        stalled_seconds = time.monotonic() - self._progress_at
+        for call in late:  # of the step that stalls, or of one that the host has left before
+            if self._late_share(call) < 1 and call.limit_seconds < call.seconds < call.limit_seconds + stalled_seconds:
+                waits = f"waited more than the {call.limit_seconds:g} s of the group for other ranks"
+                self.overdue = Failure(self.rank, f"{waits} in {call}, number {call.number}")
+
+    def _late_share(self, call: Call) -> float:
+        """Return the share of the time limit after which a report is requested without an error.
+
+        With NCCL, torch ends a process whose call is late, and its ranks can no longer report anything. Other calls
+        without an error belong to groups that are not of this package, and have longer limits.
+        """
+        return 0.9 if call.is_on_nccl and call.limit_seconds <= self.limit_seconds else 1.2
 
     def _measure(self) -> None:
         """Measure how busy the main thread was since the last measurement."""
@@ -435,15 +450,6 @@ class HangWatch:
             return tempfile.TemporaryFile(buffering=0)
         directory = self.directory if self._several_nodes and os.access(self.directory, os.W_OK) else None
         return tempfile.NamedTemporaryFile(buffering=0, prefix=_STACKS, dir=directory)  # type: ignore[return-value]
-
-
-def _late_share(call: Call) -> float:
-    """Return the share of the time limit after which a report is requested without an error.
-
-    With NCCL, torch ends a process whose call is late, and its ranks can no longer report anything. With gloo the group
-    is not one of this package's, and has a longer limit.
-    """
-    return 0.9 if call.operation.startswith("nccl") else 1.2
 
 
 def _is_question(value: object) -> bool:

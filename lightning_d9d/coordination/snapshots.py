@@ -28,6 +28,7 @@ NUM_CALLS = 8
 _NUM_FRAMES = 60
 _LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 _OWN = str(Path(__file__).parents[1])
+_COALESCED = "nccl:coalesced"
 _HANDLER = "_do_nothing"
 """Python's handler of the report's signal: a long call in C that checks for signals shows it as its caller."""
 _WAITS = ("torch/distributed/distributed_c10d.py", "pipeline/transfer.py", "coordination/watchdog.py")
@@ -53,6 +54,13 @@ class Call:
     """True if it has not ended on this rank."""
     seconds: float
     """Seconds since the call."""
+    limit_seconds: float = float("inf")
+    """Time limit of its group."""
+
+    @property
+    def is_on_nccl(self) -> bool:
+        """True if torch ends the process some time after the limit, without a message."""
+        return self.operation.startswith("nccl")
 
     def __str__(self) -> str:
         tensors = ", ".join(f"{dtype}{size}" for dtype, size in zip(self.dtypes, self.sizes, strict=False))
@@ -203,7 +211,28 @@ def _calls() -> list[Call]:
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
             entries += json.loads(dump(True, False)).get("entries", [])
-    return last_calls(map(_call, entries))
+    return last_calls(calls_of(entries))
+
+
+def calls_of(entries: Sequence[Mapping[str, Any]]) -> list[Call]:
+    """Return the calls that entries of torch's flight recorder describe. Local.
+
+    NCCL records the end of a coalesced set of calls only in an entry of its own, which follows them.
+
+    Args:
+        entries: Entries as torch dumps them, in the order of the calls.
+    """
+    calls: list[Call] = []
+    coalesced: dict[tuple[Any, ...], Call] = {}
+    for entry in reversed(entries):
+        call = _call(entry)
+        key = (call.group, entry["collective_seq_id"], entry["p2p_seq_id"])
+        if call.operation == _COALESCED:
+            coalesced[key] = call
+        elif call.is_on_nccl and key in coalesced:
+            call = replace(call, is_pending=coalesced[key].is_pending)
+        calls.append(call)
+    return calls[::-1]
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
@@ -216,6 +245,7 @@ def _call(entry: Mapping[str, Any]) -> Call:
         list(entry["input_dtypes"]),
         not entry["retired"] and entry["state"] != "completed",
         max(0.0, time.time() - entry["time_created_ns"] / 1e9),
+        entry["timeout_ms"] / 1000,
     )
 
 
@@ -255,6 +285,7 @@ def _is_snapshot(value: Any) -> bool:
     return (
         is_count(snapshot.rank)
         and all(is_count(each.number) and isinstance(each.seconds, float) for each in snapshot.calls)
+        and all(isinstance(each.limit_seconds, float) for each in snapshot.calls)
         and (snapshot.meets_at is None or isinstance(snapshot.meets_at, str))
         and (snapshot.busy is None or isinstance(snapshot.busy, float))
     )

@@ -455,7 +455,7 @@ class RankWatch:
                 self._fail(failure)
 
     def _look_for_failure(self) -> None:
-        own = self._own_failure or self._ended_child()
+        own = self._own_failure or self._ended_child() or (None if self.hangs is None else self.hangs.overdue)
         if own is not None:
             self._publish(own)
         elif self._store.check(["failure"]):

@@ -21,6 +21,12 @@ class Convention(StrEnum):
     CAUSAL_RECOMPUTE = "causal_recompute"
     FULL_RECOMPUTE = "full_recompute"
 
+    @property
+    def utilization(self) -> str:
+        """The metric's name: "mfu/full", or "hfu/full" for the hardware's operations, which count recomputation."""
+        attention = self.removesuffix("_recompute")
+        return f"{'mfu' if attention == self else 'hfu'}/{attention}"
+
 
 class StepFlops:
     """Operations of forward and backward for one sequence.

@@ -72,6 +72,7 @@ _KINDS = (
     ),
     _Kind("tflops", "TFLOP/s of a device", ("tflops/*",)),
     _Kind("mfu", "MFU", ("mfu/*",)),
+    _Kind("hfu", "HFU", ("hfu/*",)),
     _Kind("memory", "Memory of the fullest GPU (GiB)", ("memory/*",)),
     _Kind("data", "Shares: padding, counted tokens, time without a batch", ("data/*_share", "data_wait")),
     _Kind("expert_load", "Tokens of the busiest expert over the mean", ("expert_load/*",)),

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from lightning_d9d.coordination import snapshots
 from lightning_d9d.coordination.hang_report import Known, Silent, diagnose, ranks_in_words, report_text
 from lightning_d9d.coordination.hangs import HangWatch
 from lightning_d9d.coordination.messages import ForeignValueError
-from lightning_d9d.coordination.snapshots import NUM_CALLS, Call, Snapshot, Stack, last_calls
+from lightning_d9d.coordination.snapshots import NUM_CALLS, Call, Snapshot, Stack, calls_of, last_calls
+from lightning_d9d.coordination.watchdog import RankWatch
+from lightning_d9d.errors import RankError
 
 WAITS = Stack("main", [("/lib/torch/distributed/distributed_c10d.py", 9, "all_reduce"), ("/job/train.py", 5, "step")])
 LOOPS = Stack("main", [("/job/train.py", 7, "loop")])
@@ -91,6 +98,76 @@ def test_messages_without_numbers() -> None:
 
 def test_ranks_that_get_on() -> None:
     assert diagnose(known(*(snapshot(rank, LOOPS) for rank in range(3)))) == ["no rank waits for another one now"]
+
+
+def entry(name: str, number: int, *, state: str, retired: bool, group: str = "0") -> dict[str, object]:
+    """As torch's recorder dumps a call on NCCL."""
+    return {
+        "process_group": [group, "world"],
+        "collective_seq_id": number,
+        "p2p_seq_id": number,
+        "is_p2p": name in ("nccl:send", "nccl:recv"),
+        "profiling_name": name,
+        "input_sizes": [[3]],
+        "input_dtypes": ["Float"],
+        "state": state,
+        "retired": retired,
+        "time_created_ns": 0,
+        "timeout_ms": 4000,
+    }
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_calls_that_were_coalesced_end_with_their_set(ended: bool) -> None:
+    """torch leaves them as scheduled for ever."""
+    calls = calls_of(
+        [
+            entry("nccl:all_reduce", 6, state="scheduled", retired=False),
+            entry("nccl:send", 7, state="scheduled", retired=False),
+            entry("nccl:recv", 7, state="scheduled", retired=False),
+            entry("nccl:send", 7, state="scheduled", retired=False, group="1"),
+            entry("nccl:coalesced", 7, state="completed" if ended else "started", retired=ended),
+        ]
+    )
+    assert [each.is_pending for each in calls] == [True, not ended, not ended, True, not ended]
+    assert calls[0].limit_seconds == 4
+
+
+@pytest.mark.parametrize(
+    ("operation", "limit_seconds", "is_overdue"),
+    [("nccl:all_reduce", 0.2, True), ("gloo:all_reduce", 0.2, False), ("nccl:all_reduce", 900.0, False)],
+)
+def test_a_wait_on_nccl_longer_than_its_limit_fails_the_job(
+    operation: str, limit_seconds: float, is_overdue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gives no error there; a group of the user's own may have a longer limit."""
+    begin = time.monotonic()
+
+    def take(rank: int, main_thread: int, **_: object) -> Snapshot:
+        seconds = time.monotonic() - begin
+        late = replace(call("0", 12, seconds=seconds), operation=operation, limit_seconds=limit_seconds)
+        return replace(snapshot(rank, LOOPS, late), groups={"0": ("world", [0])})
+
+    monkeypatch.setattr(snapshots, "take", take)
+    watch = HangWatch(0, 0.2, tmp_path, several_nodes=False, signal_number=0)
+    store = dist.HashStore()
+    ranks = RankWatch(store, 0, 1, 600, 600, [], lambda number: SystemExit(number), watch)
+    watch.places = [watch.place]
+    watch.start()
+    ranks.start()
+    try:
+        while watch.written is None or (is_overdue and ranks.failure is None):
+            assert time.monotonic() < begin + 20
+            threading.Event().wait(0.02)
+        assert (ranks.failure is not None) == is_overdue
+        if is_overdue:
+            assert json.loads(store.get("failure"))["summary"] == (
+                "waited more than the 0.2 s of the group for other ranks in nccl:all_reduce(Float[3]), number 12"
+            )
+    finally:
+        with suppress(RankError):
+            ranks.close()
+        watch.close()
 
 
 def test_the_report_has_the_stacks_of_all_ranks() -> None:
