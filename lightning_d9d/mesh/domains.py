@@ -364,7 +364,8 @@ class MeshDomains:
         split_ranks: list[tuple[int, ...]] = []
         for edge in largest_first:
             split_ranks += zip(*(numbers[each] for each in edge), strict=True)
-        return self._pooled(tuple(split_ranks), "edges|replicas", lane="mixing")
+        exchanges = max(map(len, edges)) == 2
+        return self._pooled(tuple(split_ranks), "edges|replicas", lane="mixing", neighbours=exchanges)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the time limit of collectives of all groups, the default group too. Local: call it on every rank."""

@@ -1,11 +1,10 @@
-"""Flat buffers of this rank's parts of tensors, in float32 or wider."""
+"""Flat buffers of this rank's parts of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.mesh.seeds import derived
@@ -17,18 +16,19 @@ Batches = Sequence[Sequence[Tensor]]
 
 
 class Flat:
-    """A flat buffer for tensors of one dtype, which is summed over replicas.
+    """A flat buffer for tensors of one dtype.
 
     Args:
         whole: Parameters or other tensors, of one dtype and device. For a DTensor, the part that this rank holds is
             used.
+        is_wide: If True, the buffer is float32 or wider, for sums. If False, it has the tensors' dtype.
     """
 
-    def __init__(self, whole: Sequence[Tensor]) -> None:
+    def __init__(self, whole: Sequence[Tensor], *, is_wide: bool = True) -> None:
         self.whole = whole
-        self.dtype = torch.promote_types(whole[0].dtype, torch.float32)
+        self.sum_dtype = torch.promote_types(whole[0].dtype, torch.float32)
+        self.dtype = self.sum_dtype if is_wide else whole[0].dtype
         self.num_elements = sum(local(each).numel() for each in whole)
-        self.work: dist.Work | None = None
         self._values: Tensor | None = None
 
     @property
@@ -56,6 +56,10 @@ class Flat:
         split = self.values.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
 
+    def widened(self) -> list[Tensor]:
+        """Return the tensors in the dtype of sums. Local."""
+        return [tensor.detach().to(self.sum_dtype) for tensor in self.tensors]
+
     @torch.no_grad()
     def fill(self) -> Tensor:
         """Copy the tensors into the buffer, and return it. Local."""
@@ -81,12 +85,13 @@ class Flat:
         self._values = None
 
 
-def flat_buffers(batches: Batches, bucket_bytes: int) -> list[Flat]:
+def flat_buffers(batches: Batches, bucket_bytes: int, *, is_wide: bool = True) -> list[Flat]:
     """Make buffers of a limited size, unless one tensor is larger. Local.
 
     Args:
         batches: Tensors of different batches have separate buffers.
-        bucket_bytes: The limit.
+        bucket_bytes: The limit, for sums in float32 or wider.
+        is_wide: As for `Flat`.
     """
     filled: list[list[Tensor]] = []
     for batch in batches:
@@ -101,7 +106,7 @@ def flat_buffers(batches: Batches, bucket_bytes: int) -> list[Flat]:
             if size > 0:
                 members.append(tensor)
             room[own.dtype, own.device] = members, left - size
-    return [Flat(members) for members in filled if members]
+    return [Flat(members, is_wide=is_wide) for members in filled if members]
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:

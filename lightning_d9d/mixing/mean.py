@@ -80,6 +80,6 @@ class ReplicaMean:
             dist.all_reduce(values, group=self.group)
         values.div_(self.group.size())
         parts, tensors = flat.parts, flat.tensors
-        distance = norm_of(torch._foreach_sub(parts, [tensor.to(flat.dtype) for tensor in tensors]))
+        distance = norm_of(torch._foreach_sub(parts, flat.widened()))
         torch._foreach_copy_(tensors, parts)
         return distance

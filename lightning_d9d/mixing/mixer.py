@@ -1,9 +1,9 @@
 """Mixes the weights of this rank with those at the same place of other replicas.
 
-[Note: life of a round] After the optimizer's step k `launch` copies the weights to flat buffers. It begins to sum these
-over the replicas of the edge, one bucket at a time. Meanwhile the forward and the backward of step k + 1 run on the
-unmixed weights. Then `finish` waits for the sums and mixes, and the optimizer applies the gradients to the mixed
-weights. Nothing changes the weights in between, so own values need not be kept.
+[Note: life of a round] After the optimizer's step k `launch` begins the messages of the edge, one bucket at a time: two
+replicas exchange their weights, and more sum copies of them. Meanwhile the forward and the backward of step k + 1 run
+on the unmixed weights. Then `finish` waits for the messages and mixes, and the optimizer applies the gradients to the
+mixed weights. Nothing changes the weights in between, so own values need not be kept, and can be sent without a copy.
 
 [Note: copies stay equal] Ranks of one replica may hold copies of a parameter, at different places of their models. Sums
 of three or more numbers depend on their order, which may depend on the place in a message. So parameters with equal
@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.agreement import first_of
-from lightning_d9d.mixing.flat import Batches, Flat, flat_buffers, norm_of
+from lightning_d9d.mixing.flat import Batches, flat_buffers
+from lightning_d9d.mixing.messages import Exchanged, Message, Summed
 from lightning_d9d.mixing.rounds import Rounds
 from lightning_d9d.mixing.topology import Edge
 from lightning_d9d.waits import WaitObserver, waiting
@@ -69,7 +70,7 @@ class Mixer:
         """The squared distance of this rank's values to the mean of the edge, when it was measured last: float64."""
         self._observer = observer
         self._bucket_bytes = bucket_bytes
-        self._flats: list[Flat] = []
+        self._messages: list[Message] = []
         partitions = [tuple(sorted(edge.replicas for edge in edges)) for edges in rounds.edges]
         if len(different := {*partitions}) > MAX_GROUPS:
             raise ConfigError(
@@ -85,8 +86,8 @@ class Mixer:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all buffers on this rank: 4 bytes a parameter, 8 for float64."""
-        return sum(flat.num_bytes for flat in self._flats)
+        """The size of all buffers on this rank: a parameter's own size for pairs, else that of its sum."""
+        return sum(message.flat.num_bytes for message in self._messages)
 
     @property
     def edge(self) -> Edge:
@@ -100,7 +101,8 @@ class Mixer:
             batches: Parameters that may share messages, equal at the same places of all replicas.
         """
         assert not self.is_under_way
-        self._flats = flat_buffers(batches, self._bucket_bytes)
+        flats = flat_buffers(batches, self._bucket_bytes, is_wide=not self.rounds.are_pairs)
+        self._messages = [Exchanged(flat) if self.rounds.are_pairs else Summed(flat) for flat in flats]
 
     def launch(self) -> None:
         """Begin the next round. Collective over the edge, without waiting."""
@@ -110,8 +112,8 @@ class Mixer:
         self.is_under_way = True
         if len(self.edge.replicas) > 1:
             with self._naming_peers():
-                for flat in self._flats:
-                    flat.work = dist.all_reduce(flat.fill(), group=group, async_op=True)
+                for message in self._messages:
+                    message.send(group)
 
     @torch.no_grad()
     def finish(self, optimizer: Optimizer | None = None) -> None:
@@ -131,19 +133,12 @@ class Mixer:
         self._wait()
         if self.measures:
             self.squared_distance = self._distance(len(edge.replicas))
-        own, others = edge.weight - edge.weight_of_others, edge.weight_of_others
         hook = getattr(optimizer, "pre_average_hook", None)
         if hook is not None:
-            own = edge.weight
-            for flat in self._flats:
-                torch._foreach_sub_(flat.parts, [tensor.to(flat.dtype) for tensor in flat.tensors])
             self._call(hook, edge)
-        own, others = 1 - self.adaptive + self.adaptive * own, self.adaptive * others
-        for flat in self._flats:
-            flat.values.mul_(others)
-            if own:
-                torch._foreach_add_(flat.parts, [tensor.to(flat.dtype) for tensor in flat.tensors], alpha=own)
-            flat.write(self.num_launched)
+        own = 1 - self.adaptive + self.adaptive * edge.weight
+        for message in self._messages:
+            message.mix(own, self.adaptive * edge.weight_of_others, self.num_launched)
 
     def drop(self) -> None:
         """Wait for the current round, and leave the weights unmixed."""
@@ -159,17 +154,15 @@ class Mixer:
 
     def close(self) -> None:
         """Free the buffers. Local."""
-        self._flats = []
+        self._messages = []
 
     def _wait(self) -> None:
         with waiting():
             if self._observer is not None:
                 self._observer.begin_wait()
             with self._naming_peers():
-                for flat in self._flats:
-                    assert flat.work is not None
-                    flat.work.wait()
-                    flat.work = None
+                for message in self._messages:
+                    message.wait()
             if self._observer is not None:
                 self._observer.end_wait()
 
@@ -193,7 +186,11 @@ class Mixer:
             raise
 
     def _call(self, hook: Any, edge: Edge) -> None:
-        pairs = [pair for flat in self._flats for pair in zip(flat.whole, flat.parts, strict=True)]
+        pairs = [
+            pair
+            for message in self._messages
+            for pair in zip(message.flat.whole, message.sums_of_others(), strict=True)
+        ]
         for parameter, part in pairs:
             parameter.neighbour_sum = part  # type: ignore[attr-defined]
         try:
@@ -203,9 +200,5 @@ class Mixer:
                 del parameter.neighbour_sum  # type: ignore[attr-defined]
 
     def _distance(self, size: int) -> Tensor | None:
-        squares = []
-        for flat in self._flats:
-            means = torch._foreach_mul(flat.parts, 1 / size)
-            torch._foreach_sub_(means, [tensor.to(flat.dtype) for tensor in flat.tensors])
-            squares.append(norm_of(means))
+        squares = [message.squared_distance(size) for message in self._messages]
         return torch.stack([each.to(squares[0].device) for each in squares]).sum() if squares else None

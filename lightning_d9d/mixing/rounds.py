@@ -60,6 +60,11 @@ class Rounds:
         return matrix
 
     @property
+    def are_pairs(self) -> bool:
+        """Whether no edge has more than two replicas."""
+        return all(len(edge.replicas) <= 2 for edges in self.edges for edge in edges)
+
+    @property
     def contraction(self) -> float:
         """The largest share of a difference between replicas that remains after all rounds.
 

@@ -28,6 +28,7 @@ ALONE, MIXED, SUMMED = "no messages", "one_peer_exp", "all_reduce"
 EXPOSED = 1.02
 """The most time of a step, over that of one without messages."""
 RECORDED_STEPS = 2
+SENDING = ("send", "allreduce")
 
 
 class Alone(D9DStrategy):
@@ -44,7 +45,7 @@ def cases(device_type: str, quick: bool) -> list[Case]:
         work = Work(config=tiny, precision="32-true", batch_size=2, sequence_length=32)
     else:
         config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=2, vocab_size=8192)
-        work = Work(config=config, precision="bf16-true", batch_size=8, sequence_length=4096)
+        work = Work(config=config, precision="bf16-true", batch_size=32, sequence_length=4096)
     return [
         Case(
             name="2 replicas",
@@ -58,9 +59,9 @@ def cases(device_type: str, quick: bool) -> list[Case]:
             num_processes=2,
             warmup_steps=4,
             loss_tolerance=0.1,  # they take other steps: a replica of its own has half of the data
-            block_steps=2 if quick else 12,
+            block_steps=2 if quick else 4,
             repeats=2 if quick else 12,
-            afterwards=partial(sent, work.config.num_parameters),
+            afterwards=partial(sent, work),
             conditions=work.conditions(),
         )
     ]
@@ -72,11 +73,11 @@ def fit(work: Work, strategy: type[D9DStrategy], sync: str, device: torch.device
     return PausedFit(staged_module(work, device), made, work, device, 2, None, log_every_n_steps=1_000_000)
 
 
-def sent(num_parameters: int, contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:
+def sent(work: Work, contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:
     """Record what this rank sends a step, beside the account. Collective."""
     found: dict[str, dict[str, Any]] = {}
     recorder = Recorder()
-    account = {ALONE: 0, MIXED: 4 * num_parameters}
+    account = {ALONE: 0, MIXED: work.config.num_parameters * (2 if work.precision == "bf16-true" else 4)}
     for name, contender in contenders.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "record")
@@ -84,7 +85,7 @@ def sent(num_parameters: int, contenders: Mapping[str, Contender], device: torch
             recorder.start(path)
             contender.run(RECORDED_STEPS)
             recorder.stop()
-            entries = [entry for entry in read(path) if len(entry.ranks) > 1 and entry.operator == "allreduce"]
+            entries = [entry for entry in read(path) if len(entry.ranks) > 1 and entry.operator in SENDING]
         found[name] = {"sent_bytes": sum(sent_bytes(entry, dist.get_rank()) for entry in entries) / RECORDED_STEPS}
         if name in account:
             found[name]["account_bytes"] = account[name]
