@@ -1,8 +1,8 @@
 """`FindNonfinite` finds the module and the parameters at which a step became NaN or infinite.
 
-[Note: a second forward] Gradients are checked before they are clipped, as a norm that is NaN spoils all of them. If
-they are not finite, all ranks run the forward of the same batches once more, without gradients, and a hook of each
-module looks at its output. Modules inside of another one end before it, so the first hook that fires names the
+[Note: a second forward] Gradients are checked before they are clipped, because clipping by a norm that is NaN spoils
+all of them. If they are not finite, all ranks run the forward of the same batches once more, without gradients. A hook
+of each module looks at its output. Modules inside of another one end before it, so the first hook that fires names the
 innermost module. Weights are still those of the first forward. Buffers and generators of random numbers are restored.
 """
 
@@ -59,21 +59,20 @@ class Place:
 class FindNonfinite(L.Callback):
     """Names the first module with a NaN or infinite output, and parameters with such gradients, for a fit.
 
-    Before each optimizer step it computes the norm of the gradients and reads it, so the host waits for the device once
-    a step: use it to search, not always. If the norm is not finite, the forward of the step's batches runs once more
-    and one text names, for each rank: the batch, the microbatch, and the first module in the order of the forward whose
-    output is not finite. It also names parameters whose gradients are not finite. With
-    `D9DStrategy(skip_nonfinite=True)` the text is logged, and the fit goes on without the step. Otherwise all ranks
-    raise it, because weights would be lost. See [Find a
-    NaN](../how-to/troubleshooting.md#find-where-a-nan-arose). All ranks must have the callback.
+    Before each optimizer step it computes the norm of the gradients and reads it. The host then waits for the device,
+    so remove the callback after the search. If the norm is not finite, the forward of the step's batches runs once
+    more. One text names for each rank the batch, the microbatch, and the first module whose output is not finite. It
+    also names parameters whose gradients are not finite. With `D9DStrategy(skip_nonfinite=True)` the text is logged,
+    and the fit continues without the step. Otherwise all ranks raise it, because the weights would be lost. See [Find
+    a NaN](../how-to/troubleshooting.md#find-where-a-nan-arose). All ranks must have the callback.
 
     Args:
         max_reports: After so many texts of a fit it stops searching.
 
     Raises:
-        ConfigError: `max_reports` is below 1. At the start of a fit: nothing looks into blocks that are compiled or
-            captured, gradients are freed before the step, replicas mix weights, or optimization is manual.
-        FloatingPointError: In a fit, on all ranks: gradients are not finite.
+        ConfigError: `max_reports` is below 1. At the start of a fit: blocks are compiled or captured, gradients are
+            freed before the step, replicas mix weights, or optimization is manual.
+        FloatingPointError: Gradients of a fit are not finite. All ranks raise it.
     """
 
     def __init__(self, max_reports: int = 3) -> None:
@@ -120,7 +119,7 @@ class FindNonfinite(L.Callback):
         """Search if the norm of the gradients is not finite. Collective over all ranks.
 
         Raises:
-            FloatingPointError: It is not, and the strategy would step.
+            FloatingPointError: The norm is not finite, and the strategy would step.
         """
         batches, self._batches = self._batches, []
         strategy = trainer.strategy
