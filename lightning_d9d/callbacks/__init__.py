@@ -10,12 +10,14 @@
 - Progress: `progress_lines.py` writes lines where no progress bar is seen. `background_loggers.py` keeps loggers from
   ending or stalling a fit, and continues their runs. `garbage_collection.py` collects Python's garbage on all ranks
   together.
+- Faults: `find_nonfinite.py` names the module at which a step became NaN.
 - Predictions: `predictions.py` writes the results of `predict`.
 """
 
 from lightning_d9d.callbacks.background_loggers import BackgroundLoggers
 from lightning_d9d.callbacks.data_wait import DataWait
 from lightning_d9d.callbacks.export import AdapterExport, HuggingFaceExport
+from lightning_d9d.callbacks.find_nonfinite import FindNonfinite
 from lightning_d9d.callbacks.garbage_collection import GarbageCollection
 from lightning_d9d.callbacks.histograms import Histograms
 from lightning_d9d.callbacks.initial_weights import InitialWeights
@@ -35,6 +37,7 @@ __all__ = [
     "AdapterExport",
     "BackgroundLoggers",
     "DataWait",
+    "FindNonfinite",
     "GarbageCollection",
     "Histograms",
     "HuggingFaceExport",

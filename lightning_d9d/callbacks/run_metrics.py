@@ -85,8 +85,8 @@ class RunMetrics(L.Callback):
     run](../how-to/read-a-run.md) for each name. All ranks must have the callback.
 
     Args:
-        peak_tflops: Peak of one device in 1e12 operations a second, for MFU and HFU. By default the peak of dense products in
-            bfloat16, for GPUs whose data sheet is known; without a peak neither is logged.
+        peak_tflops: Peak of one device in 1e12 operations a second, for MFU and HFU. By default the peak of dense
+            products in bfloat16, for GPUs whose data sheet is known; without a peak neither is logged.
         norm_every_step: Whether to compute `grad_norm` in each step even without clipping, so that callbacks can read
             it.
         norm_groups: Patterns of parameter names by label, such as `{"experts": "*.experts.*"}`: the gradient norm of

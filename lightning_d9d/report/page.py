@@ -26,7 +26,7 @@ h1 { margin-bottom: 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 1.5em; }
 figure { margin: 0; }
 figcaption { font-weight: 600; overflow-wrap: anywhere; }
-svg { width: 100%; height: auto; font-size: 13px; }
+svg { width: 100%; height: auto; font-size: 13px; overflow: visible; }
 svg text { fill: currentColor; }
 svg path, svg circle { vector-effect: non-scaling-stroke; stroke-width: 1.5; }
 svg .grid { stroke: currentColor; stroke-width: 1; opacity: 0.15; }
@@ -37,8 +37,9 @@ img { max-width: 100%; background: white; }
 pre { overflow-x: auto; white-space: pre-wrap; font-size: 12px; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.1em 0.8em; text-align: right; border-bottom: 1px solid #8884; }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; min-width: 12em; }
 .wide { overflow-x: auto; }
+@media (max-width: 600px) { body { margin: 1em auto; } h1 { font-size: 1.5em; } svg { font-size: 17px; } }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 

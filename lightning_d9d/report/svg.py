@@ -10,7 +10,7 @@ from lightning_d9d.errors import printable
 from lightning_d9d.report.charts import Chart, Line, segments
 
 WIDTH, HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 10, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 10, 42
 _NUM_TICKS = 8
 _Axis = Callable[[float], str]
 _MOST_MARKED = 40
@@ -38,7 +38,7 @@ def draw(chart: Chart, restarts: Sequence[float]) -> str:
         parts.append(f'<path class="grid" d="M{_LEFT} {y(value)}H{WIDTH - _RIGHT}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y(value)}" dy="4" text-anchor="end">{number(value)}</text>')
     parts += [
-        f'<text x="{x(step)}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{number(step)}</text>'
+        f'<text x="{x(step)}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{number(step)}</text>'
         for step in ticks(first, last)
         if step == int(step)
     ]

@@ -249,14 +249,16 @@ class JobRanks:
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         if self.world_size > 1 and dist.is_initialized():
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+            with waiting():
+                dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s picklable object on every rank. Collective."""
         if self.world_size == 1 or not dist.is_initialized():
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src)
+        with waiting():
+            dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:

@@ -197,10 +197,7 @@ class D9DStrategy(SaveHooks):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Optimizer steps skipped in this fit, or the last: nothing counted, or `skip_nonfinite`.
-
-        It reads the device.
-        """
+        """Skipped steps of this fit, or the last: nothing counted, or `skip_nonfinite`. It reads the device."""
         return 0 if self._optimizer_step is None else int(self._optimizer_step.skipped)
 
     @property
@@ -331,7 +328,7 @@ class D9DStrategy(SaveHooks):
             pads = self.parallel.pad_sequences
             splitter = BatchSplitter(module, self.pipeline, self.microbatch_count, pads_sequences=pads)
             self._evaluation = module.evaluation = EvalStep(module, splitter, SequenceCheck(module))
-        hooks = self._run_dummy, self._checkpoints.place.is_to_be_resumed, self.copier_ahead()
+        hooks = self.run_dummy, self._checkpoints.place.is_to_be_resumed, self.copier_ahead()
         align_loaders(patches, trainer, alignment(self.ranks, self.splitter, *hooks))
         if self._is_fitting:
             self.setup_optimizers(trainer)
@@ -435,6 +432,10 @@ class D9DStrategy(SaveHooks):
             self.shutdown.watch.set_limit(self.timeouts.step_seconds)
         return result
 
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of all gradients as they are between backward and step. Collective over all ranks."""
+        return self._fit.gradients.norm()
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
         """Skip the reduction for batches after which the optimizer does not step, inside the block."""
@@ -468,21 +469,21 @@ class D9DStrategy(SaveHooks):
 
     def _evaluate(self, kind: str, own: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         plan, step = begin_evaluation_step(self._attached.trainer._active_loop, batch), self._evaluation
-        with self._evaluating():
+        with self.evaluating():
             if step is None:
                 return own(batch, *args, **kwargs)
             with step_context(self.precision_plugin, kind):
                 return step.predict(batch, plan) if kind == "predict" else step.evaluate(batch, kind, plan)
 
-    def _run_dummy(self, batch: Any, plan: BatchPlan) -> None:
-        """Run forwards of a batch of evaluation that only other ranks have."""
+    def run_dummy(self, batch: Any, plan: BatchPlan) -> None:
+        """Run forwards of a D9DModule's batch without a loss, as where only other ranks have it. Collective."""
         assert self._evaluation is not None
-        with self._evaluating(), self.precision_plugin.forward_context():
+        with self.evaluating(), self.precision_plugin.forward_context():
             self._evaluation.run_dummy(batch, plan)
 
     @contextmanager
-    def _evaluating(self) -> Generator[None]:
-        """Run the step of a batch of validation, test or prediction inside the block."""
+    def evaluating(self) -> Generator[None]:
+        """Run the forward of a batch, without a backward, inside the block. Local."""
         if self.shutdown is not None:
             self.shutdown.begin_evaluation_batch()
         if self._interruption is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9d import ConfigError, D9DStrategy
 from lightning_d9d.callbacks import Stragglers
+from lightning_d9d.waits import observed_by
 from tests.harness.ranks import RankContext
-from tests.strategy.plain import Plain, rows, trainer
+from tests.strategy.plain import Plain, loader, rows, trainer
 
 NUM_STEPS = 98  # times begin with the second batch, and the last report is read a batch later at most
 EXTRA_SECONDS = 0.005
@@ -68,6 +70,32 @@ def test_the_slow_rank_and_its_part_are_named(rank: RankContext, part: str) -> N
         assert stragglers.path.read_bytes().startswith(b"\x89PNG")
     else:
         assert stragglers.reports == []
+
+
+class Counting(L.Callback):
+    """Counts the waits of what Lightning and callbacks call on a strategy."""
+
+    num_begun = num_ended = 0
+
+    def begin_wait(self) -> None:
+        self.num_begun += 1
+
+    def end_wait(self) -> None:
+        self.num_ended += 1
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        with observed_by(self):
+            trainer.strategy.barrier()
+            trainer.strategy.broadcast(1)
+            trainer.strategy.reduce(torch.ones(1))
+
+
+@pytest.mark.ranks(2)
+def test_collectives_of_the_strategy_are_waits_for_others(rank: RankContext) -> None:
+    """`Trainer(max_time=...)` broadcasts in each batch: such a wait once counted as a rank's own."""
+    counting = Counting()
+    trainer(D9DStrategy(), 2, str(rank.device), max_steps=2, callbacks=[counting]).fit(Plain(), loader(8, 2))
+    assert counting.num_begun == counting.num_ended == 6
 
 
 @pytest.mark.parametrize(
