@@ -243,8 +243,8 @@ def test_no_collective_of_a_step_spans_replicas_but_the_mix(rank: RankContext) -
     run.fit(module)
     found = heard_of_others(path, [{0, 1}, {2, 3}])
     ours = (rank.rank % 2, rank.rank % 2 + 2)
-    assert {*found} == {("send", ours), ("recv", ours)}
-    assert found["send", ours] == found["recv", ours]
+    assert {*found} == {("send", ours), ("receive", ours)}
+    assert found["send", ours] == found["receive", ours]
     assert found["send", ours] % 4 == 0, "each of four steps has as many messages"
 
 
@@ -255,7 +255,7 @@ def test_a_step_of_a_plain_module_sends_the_mix_alone(rank: RankContext) -> None
     fit(rank, module, "one_peer_exp", steps=7, callbacks=[Steady(path)], log_every_n_steps=50)
     entries = read(path)
     weights = [f"float64[{', '.join(map(str, parameter.shape))}]" for parameter in module.parameters()]
-    step = [(operator, (0, 1), weight) for operator in ("send", "recv") for weight in weights]
+    step = [(operator, (0, 1), weight) for operator in ("send", "receive") for weight in weights]
     assert [(entry.operator, entry.ranks, entry.tensors) for entry in entries] == step * 4
 
 
