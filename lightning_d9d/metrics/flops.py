@@ -14,7 +14,7 @@ from lightning_d9d.schedule import LayerCosts, ModelCosts
 
 
 class Convention(StrEnum):
-    """A convention for counting operations. [Note: conventions]."""
+    """A convention for counting operations, which `metrics/flops.py` defines."""
 
     CAUSAL = "causal"
     FULL = "full"

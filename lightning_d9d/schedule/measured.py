@@ -126,7 +126,7 @@ class MeasuredCosts:
             raise ScheduleError(f"costs={str(path)!r}: {error}") from error
 
     def calibrate(self, model: ModelCosts, machine: Machine) -> Calibration:
-        """Derive the real costs of layers from the measured stages. See [Note: stages to layers].
+        """Derive the real costs of layers from the measured stages; `schedule/measured.py` describes how.
 
         Raises:
             ScheduleError: The model has another number of layers.
