@@ -58,7 +58,7 @@ _registered: list[HangWatch] = []
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's process is, and where other ranks find its stacks."""
+    """The place of a rank's process, and of its stacks."""
 
     host: str
     process: int

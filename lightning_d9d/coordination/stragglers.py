@@ -32,7 +32,7 @@ class Times:
     stage: int
     """Ranks of equal stages do the same work."""
     compute: list[float]
-    """Where the CPU computes its processor time, else all that is not one of the others."""
+    """Processor time of a rank on a CPU; on other devices the rest of the step, after all other parts."""
     data: list[float]
     """The wait for a batch."""
     blocked: list[float]

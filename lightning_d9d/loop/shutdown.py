@@ -116,7 +116,7 @@ class Shutdown:
         hangs = hang_watch(trainer, limits)
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
         self.store = dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store)
-        """Only for this run."""
+        """The store of this run alone."""
         self.watch = RankWatch(
             self.store,
             trainer.global_rank,

@@ -238,7 +238,7 @@ class TrainingLoader(_AlignedLoader):
         self._loop = loop
         self._agreed_length: int | None = None
         self._num_microbatches = 0
-        """Those of the batch that was agreed on last."""
+        """The number of microbatches of the batch that was agreed on last."""
         self._num_handed_out = 0
         self._dummy: Any = None
         self._has_ended = False
@@ -247,12 +247,12 @@ class TrainingLoader(_AlignedLoader):
         self._has_read = False
         """Whether this iteration has given a batch."""
         self._reads_ahead = False
-        """Whether it reads a batch ahead though lengths are known and equal."""
+        """Whether it reads a batch ahead although lengths are known and equal."""
         self._fills_up = False
         """Whether another replica has more batches than this one."""
         self._ahead: _ReadAhead | None = None
         self.wait_seconds = self.processor_seconds = 0.0
-        """How long the loop has waited for batches."""
+        """The time for which the loop has waited for batches."""
         self._history: deque[_HandedOut] = deque(
             maxlen=4
         )  # Lightning has one ahead, and may save before a batch is done

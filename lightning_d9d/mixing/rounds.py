@@ -36,7 +36,7 @@ class Rounds:
         self.topology = topology_of(topology)
         self.num_replicas = num_replicas
         self.edges = tuple(tuple(edges) for edges in self.topology.rounds(num_replicas))
-        """By round."""
+        """The edges of each round."""
         if not self.edges:
             raise ConfigError(f"{self.topology!r} has no round for {num_replicas} replicas; give at least one")
         self._edge_of = [self._checked(number, edges) for number, edges in enumerate(self.edges)]

@@ -40,7 +40,7 @@ class AdamWTensors(NamedTuple):
     exp_avg: Tensor
     """Float32, bfloat16, or uint8: the codes that `ops/eight_bits.py` describes."""
     exp_avg_sq: Tensor
-    """Same dtype as `exp_avg`."""
+    """A tensor of the same dtype as `exp_avg`."""
     step: Tensor
     """Number of steps with this one, a float32 scalar on the device."""
     place: Place

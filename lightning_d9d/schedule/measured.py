@@ -168,7 +168,7 @@ class MeasuredCosts:
         """
         kinds = {part: index for index, part in enumerate(dict.fromkeys(model.parts))}
         rows: list[tuple[float, list[float]]] = []
-        """For each measured stage, its time and the prediction for each kind of part in it."""
+        """The time of each measured stage, and the prediction for each kind of part in it."""
         seen: set[int] = set()
         for stage in self.stages:
             measured = getattr(stage, field)

@@ -214,7 +214,7 @@ class _Rank:
         self.messages: list[tuple[int, MessageAction]] = []
         """Messages with their positions in `spans`, which are filled in when they have arrived."""
         self.posted: deque[tuple[float, MessageAction]] = deque()
-        """With rendezvous: messages that wait for their turn, and since when."""
+        """Messages that wait for their turn with `rendezvous`, and since when."""
         self.messages_end = 0.0
 
     def add(self, action: Action, start: float, end: float) -> None:

@@ -179,7 +179,8 @@ class SafetensorsFile:
                 self._descriptor = file.fileno()
                 size = os.fstat(self._descriptor).st_size
             self.entries = self._header(size)
-            """By name. Not the tensors, which hold the file: it is closed as soon as nobody else holds it."""
+            """Entries by name. Tensors hold the file, so they are not kept here: it is closed as soon as nobody else
+            holds it."""
 
     def __getitem__(self, name: str) -> StoredTensor:
         return StoredTensor(self, self.entries[name])

@@ -26,7 +26,7 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """None: not known."""
+    """The dtype; None if it is not known."""
 
     def __str__(self) -> str:
         known = "" if self.dtype is None else f" {str(self.dtype).removeprefix('torch.')}"

@@ -44,7 +44,7 @@ class MixedReplicas:
     def __init__(self, config: ReplicaMixing, ranks: JobRanks) -> None:
         self.config = config
         self.mixer: Mixer | None = None
-        """In a fit."""
+        """The mixer during a fit, else None."""
         self._ranks = ranks
         self._mean: ReplicaMean | None = None
         self._model: nn.Module = nn.Module()

@@ -66,11 +66,11 @@ class D9DModule(OptimizedModule):
     """If True, `predict` returns the same on every rank. Otherwise ranks without the last stage get None."""
 
     sequence_dims: ClassVar[Mapping[str, int]] = {}
-    """By name, the dim of tokens in the tensors of a batch. Context parallelism shards these tensors, and tensor
+    """The dim of tokens in the tensors of a batch, by name. Context parallelism shards these tensors, and tensor
     parallelism must be able to share them. Microbatch hooks get the tokens of this rank."""
 
     sequence_padding: ClassVar[Mapping[str, int]] = {}
-    """By name, the number that pads sequences with `ParallelConfig.pad_sequences`; 0 for other names. Padding must not
+    """The number that pads sequences with `ParallelConfig.pad_sequences`, by name; 0 for other names. Padding must not
     count: give labels the number that the loss ignores."""
 
     prediction_dim: int | None = None
