@@ -32,7 +32,7 @@ from tests.harness.recorder import Recorder
 from tests.harness.records import KINDS, read, sent_bytes
 
 STEPS, FIRST_STEPS = 10, 4
-"""Of a fit, and those that are not timed; two more at the end are looked at in other ways."""
+"""The steps of a fit, and the first ones, which are not timed. Two more at the end are measured in other ways."""
 
 
 class Rows(Dataset[dict[str, Tensor]]):
