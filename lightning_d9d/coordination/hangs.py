@@ -153,7 +153,7 @@ class HangWatch:
     def register_signal(self) -> None:
         """Make the signal write stacks without the interpreter.
 
-        For the main thread; a handler in Python stays behind it.
+        Only the main thread may call it. An existing handler in Python is called afterwards.
         """
         faulthandler.register(self.signal_number, self._stacks, all_threads=True, chain=True)
         self._has_signal = True

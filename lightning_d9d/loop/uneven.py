@@ -388,7 +388,7 @@ class TrainingLoader(_AlignedLoader):
         return BatchPlan() if self.is_even else self._history[-1 - self._num_ahead()].plan
 
     def num_own(self, num_batches: int) -> int:
-        """Return for how many of an epoch's batches this rank has its own data; all if lengths are unknown."""
+        """Return the number of an epoch's batches for which this rank has its own data; all if lengths are unknown."""
         length = None if self._iterator is None else sized_len(type(self._iterator)(self.flattened))
         return num_batches if length is None else min(num_batches, length)
 

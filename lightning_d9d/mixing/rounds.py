@@ -15,7 +15,7 @@ from lightning_d9d.mixing.topology import Edge, Topology, topology_of
 from lightning_d9d.pictures import write_picture
 
 _MAX_PRINTED = 16
-"""Largest number of edges of a round, and of rounds, that are printed."""
+"""The most edges of a round that are printed, and the most rounds."""
 
 
 class Rounds:

@@ -176,7 +176,7 @@ def _alike(name: str, views: Sequence[View], free_dim: int | None) -> View:
 
 
 def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, View]:
-    """Return the sources as views of the views.
+    """Return views that compute the sources from the tensors that `views` compute.
 
     Args:
         views: Whole views without common sources.

@@ -70,7 +70,7 @@ def summed_counts(counts: Mapping[str, Tensor], groups: Sequence[dist.ProcessGro
 
     Args:
         counts: By name, int64 `[len(BORDERS) + 1]`; the same names on all ranks.
-        groups: Axes of a mesh, of which each rank has another coordinate.
+        groups: Groups of the axes of a mesh along which ranks are summed.
     """
     if not counts:
         return {}

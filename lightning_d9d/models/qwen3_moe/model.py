@@ -33,9 +33,9 @@ def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, a
         config: Config of the whole model.
         num_stages: Number of stages of the whole pipeline.
         before: Virtual layers of the first stage. Looking up an embedding takes almost no time.
-        after: Virtual layers of the last stage. None takes the compute of the head, in layers and rounded, or less if
-            the last stage would have no layer. That is the ratio of the head's matrix products to those of all layers
-            for a token. Attention scores do not count, because they depend on the length of the sequence.
+        after: Virtual layers of the last stage. By default, None, it is the compute of the head in layers,
+            rounded: the ratio of its matrix products to those of a layer. It is less if the last stage would have no
+            layer. Attention scores do not count, because they depend on the length of the sequence.
 
     Raises:
         ConfigError: A stage would have no layer.
