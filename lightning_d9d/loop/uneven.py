@@ -156,7 +156,7 @@ class _AlignedLoader(CombinedLoader):
         super().__init__(loader.iterables, loader._mode)  # type: ignore[arg-type]
         self.alignment = alignment
         self.is_even = True
-        """Whether nothing is to be done in this iteration."""
+        """True if nothing is to be done in this iteration."""
         self._agreement = None if alignment.group is None else Agreement(alignment.group, self._check)
         self._next: Any = None  # the item that has been read ahead: (batch, batch_idx, dataloader_idx), or None
 
@@ -243,13 +243,13 @@ class TrainingLoader(_AlignedLoader):
         self._dummy: Any = None
         self._has_ended = False
         self._waits = False
-        """Whether the loaders begin later."""
+        """True if the loaders begin later."""
         self._has_read = False
-        """Whether this iteration has given a batch."""
+        """True if this iteration has given a batch."""
         self._reads_ahead = False
-        """Whether it reads a batch ahead although lengths are known and equal."""
+        """True if it reads a batch ahead although lengths are known and equal."""
         self._fills_up = False
-        """Whether another replica has more batches than this one."""
+        """True if another replica has more batches than this one."""
         self._ahead: _ReadAhead | None = None
         self.wait_seconds = self.processor_seconds = 0.0
         """The time for which the loop has waited for batches."""

@@ -44,7 +44,7 @@ class StepFlops:
         """The operations of attention, with half of its square."""
         self._again = {1: recomputed * (forward + forward_square), 2: recomputed * (forward + 2 * forward_square)}
         self.recomputes = recomputed > 0
-        """Whether conventions with recomputation differ from those without."""
+        """True if conventions with recomputation differ from those without."""
 
     def count(self, convention: Convention) -> float:
         """Return the number of operations in a convention. Local."""

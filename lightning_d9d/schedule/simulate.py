@@ -233,7 +233,7 @@ class _Run:
         self.has_messages = program.has_messages
         self.costs = costs
         self.of_kind: dict[tuple[type, int], float] = {}
-        """(kind of action, stage) -> duration, for actions without a time of their own."""
+        """The duration of actions without a time of their own, by (kind of action, stage)."""
         self.rendezvous = rendezvous
         self.ranks = [_Rank(rank, actions) for rank, actions in enumerate(program.ranks)]
         # (stage, microbatch) -> time

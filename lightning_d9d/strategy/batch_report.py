@@ -28,7 +28,7 @@ class BatchReport:
 
     def __init__(self, mesh: MeshDomains | None, device: torch.device) -> None:
         self.logs_every_norm = False
-        """Whether the norm of the gradients is logged in every step."""
+        """True if the norm of the gradients is logged in every step."""
         self.norm_groups: Mapping[str, Sequence[nn.Parameter]] = {}
         """Parameters by the name of a group whose gradient norm is logged; some ranks may have none of a group."""
         self.skipped: Tensor | None = None
@@ -36,7 +36,7 @@ class BatchReport:
         self.weight: Tensor | None = None
         """The weight of all batches since `open`, on all ranks: float64. None: losses are means, or nothing has run."""
         self.rows: Tensor | None = None
-        """What ranks sent last, `[ranks, numbers]` float64 on the device; None: nothing yet."""
+        """The numbers that ranks sent last, `[ranks, numbers]` float64 on the device; None: nothing yet."""
         self.sums: Tensor | None = None
         """The sum over all ranks of what they sent to be added up, float64 on the device; None: nothing."""
         self._mesh = mesh

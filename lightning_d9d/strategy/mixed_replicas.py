@@ -51,7 +51,7 @@ class MixedReplicas:
         self._tied: Mapping[nn.Parameter, Any] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._trained: set[nn.Parameter] = set()
-        """What is trained, or was in this fit."""
+        """The parameters that are trained, or were in this fit."""
         self._report: ReplicaReport | None = None
         self._saved: Mapping[str, Any] | None = None
 

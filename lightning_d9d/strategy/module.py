@@ -95,13 +95,14 @@ class D9DModule(OptimizedModule):
         self.run_context: RunContext | None = None
         """The strategy's; None outside of a run and under Lightning's own strategies."""
         self.evaluation: Evaluation | None = None
-        """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
+        """The function by which `D9DStrategy` runs batches of validation, test and prediction, during a run."""
         self.peft: PeftMethod | None = None  # set by `set_peft`; None trains all parameters
         self.has_adapters = False  # as `lightning_d9d.peft.inject.BuildsStages` says
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False
-        """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
+        """True if stages were built for which nobody has called `load_pretrained`, or found that it need not be
+        called."""
         self._step_hook: RemovableHandle | None = None
         self.register_state_dict_post_hook(drop_stage_prefix)
         self.register_load_state_dict_pre_hook(add_stage_prefix)

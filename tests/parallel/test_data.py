@@ -179,7 +179,7 @@ def sequence_with_a_tie() -> nn.Module:
 
 
 def tower_with_ties() -> nn.Module:
-    """Return a tower with two ties: a layer outside of blocks and one inside, and two blocks with the same layer."""
+    """Return a tower with two tied parameters: of a layer outside of blocks and one inside, and of two blocks."""
     tower: Any = Tower()
     tower.middle.listed[1].weight = tower.first.weight
     tower.named["8"] = Only({"only": tower.named["7"]["only"]})

@@ -263,7 +263,7 @@ class Noted:
 
 @pytest.mark.ranks(2)
 def test_data_parallelism_is_told_when_gradients_are_complete(rank: RankContext) -> None:
-    """It is told around the actions of a stage. Nothing is added to a gradient after `reduce`."""
+    """It learns this around the actions of a stage. Nothing is added to a gradient after `reduce`."""
     events: list[Any] = []
     original = _Run.run
 
