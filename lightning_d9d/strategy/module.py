@@ -101,8 +101,7 @@ class D9DModule(OptimizedModule):
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False
-        """True if stages were built for which nobody has called `load_pretrained`, or found that it need not be
-        called."""
+        """True from the time that stages are built until `load_pretrained` has been called, or need not be."""
         self._step_hook: RemovableHandle | None = None
         self.register_state_dict_post_hook(drop_stage_prefix)
         self.register_load_state_dict_pre_hook(add_stage_prefix)
