@@ -330,7 +330,7 @@ class _Trace:
     """Profiles this rank from now on. Local.
 
     Args:
-        device: That computes.
+        device: The device that computes.
         step: The first step.
         records_memory: Whether to record allocations until it stops.
     """

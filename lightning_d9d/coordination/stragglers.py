@@ -154,7 +154,7 @@ class Comparison:
 
         Args:
             others: The number of the report, and ranks.
-            part: Of theirs.
+            part: The part of their times.
         """
         if (others, part) not in self._usual:
             number, *ranks = others

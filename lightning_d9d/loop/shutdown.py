@@ -420,7 +420,7 @@ def tell_end(error: BaseException, step: int, saved: Saved | None, shutdown: Shu
         error: What ends it.
         step: Optimizer steps that were done.
         saved: The last checkpoint.
-        shutdown: That of several processes.
+        shutdown: The shutdown of several processes.
     """
     if isinstance(error, KeyboardInterrupt | SIGTERMException):
         rank_zero_info(exit_message(step, saved) if shutdown is None else shutdown.exit_message())

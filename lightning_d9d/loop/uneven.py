@@ -148,8 +148,8 @@ class _AlignedLoader(CombinedLoader):
     """A CombinedLoader that takes other ranks into account.
 
     Args:
-        loader: Its loaders, which Lightning has not set up yet, and its mode.
-        alignment: With whom.
+        loader: The loaders, which Lightning has not set up yet, and their mode.
+        alignment: The way in which ranks are aligned.
     """
 
     def __init__(self, loader: CombinedLoader, alignment: Alignment) -> None:

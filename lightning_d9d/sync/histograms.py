@@ -69,7 +69,7 @@ def summed_counts(counts: Mapping[str, Tensor], groups: Sequence[dist.ProcessGro
     """Return sums of counts over the ranks of all groups, on the host. Collective over each.
 
     Args:
-        counts: By name, int64 `[len(BORDERS) + 1]`; the same names on all ranks.
+        counts: Counts by name, int64 `[len(BORDERS) + 1]`; the same names on all ranks.
         groups: Groups of the axes of a mesh along which ranks are summed.
     """
     if not counts:
