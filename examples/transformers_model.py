@@ -1,5 +1,7 @@
 """A model of transformers in a LightningModule, with sharded blocks. `python examples/transformers_model.py`."""
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch.utils.data import DataLoader
@@ -34,11 +36,11 @@ if __name__ == "__main__":
     config = AutoConfig.for_model("llama", vocab_size=256, num_key_value_heads=2, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained("base")  # stands for a download
 
-    tokens = torch.randint(256, (64, 32))
-    data = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=8)
+    rows: Any = [{"input_ids": row, "labels": row} for row in torch.randint(256, (64, 32))]
+    data = DataLoader(rows, batch_size=8)
     strategy = D9DStrategy(
         mesh=MeshConfig(data_parallel_shard=-1),
-        parallel=ParallelConfig(shard_blocks=["LlamaDecoderLayer"], recompute="full"),
+        parallel=ParallelConfig(shard_blocks=("LlamaDecoderLayer",), recompute="full"),
     )
     trainer = L.Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, logger=False)
     trainer.fit(CausalLM("base"), data)
