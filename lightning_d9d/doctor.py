@@ -69,7 +69,8 @@ class RankReport:
     rank: int
     host: str
     findings: list[Finding]
-    """Findings about the rank's machine. All findings of rank 0 are printed; of other ranks, only the problems."""
+    """Findings about the rank's machine. All findings of rank 0 are printed, and only the problems of other
+    ranks."""
     versions: dict[str, str | None]
     clock_offset_seconds: float
     """How far this rank's clock is ahead of rank 0's."""

@@ -36,7 +36,7 @@ RANKS, JOBS, ONE_PROCESS = "ranks", "jobs and not ranks", "not ranks and not job
 QUICK_WALL_SECONDS = 120
 FOLDERS = Path(__file__).parent
 STARTUP = FOLDERS / "harness" / "startup"
-"""Of Python in every process: see its `sitecustomize.py`."""
+"""The folder of the start of Python in every process; `sitecustomize.py` there describes it."""
 FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "ops", "optim", "peft")
 """The folders whose tests of one process take about half of the time of all."""
 FIRST_JOBS = ("coordination", "loop", "strategy")

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE, TESTS = "lightning_d9d", "tests"
 FOR_ALL = ("pyproject.toml", "tests/conftest.py", "tests/constraints.txt", "tests/harness/")
-"""Where a change concerns every test."""
+"""Files whose change concerns every test."""
 _DOTTED = re.compile(rf"\b(?:{PACKAGE}|{TESTS})(?:\.\w+)*")
 
 

@@ -24,7 +24,7 @@ if "LIGHTNING_D9D_CACHE" not in os.environ:  # else the folder of the process th
 
     @atexit.register
     def remove_cache(folder: str = os.environ["LIGHTNING_D9D_CACHE"], owner: int = os.getpid()) -> None:
-        """Not in forks of this process."""
+        """Remove the cache, but not in forks of this process."""
         if os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
 

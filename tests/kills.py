@@ -36,7 +36,7 @@ LONGEST = 0.4
 class Report:
     kills: int = 0
     of_two: int = 0
-    """Of two jobs in one folder."""
+    """Kills of two jobs in one folder."""
     with_leftovers: int = 0
     """Rounds after which something incomplete lay in the folder."""
     read: int = 0

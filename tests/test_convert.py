@@ -153,7 +153,7 @@ def test_transformers_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_stock_strategies_go_on_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
-    """As from one that was saved as a file."""
+    """They resume from it as from a file that was saved as one."""
     convert(monkeypatch, trained, tmp_path / "whole.ckpt")
     ends = []
     for path in (trained.with_name("direct.ckpt"), tmp_path / "whole.ckpt"):
@@ -199,7 +199,7 @@ class Alike(Plain):
 
 
 class TwoOptimizers(Plain):
-    """With a scheduler for the second."""
+    """A module with two optimizers, and a scheduler for the second."""
 
     def __init__(self) -> None:
         super().__init__()

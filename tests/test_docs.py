@@ -165,7 +165,7 @@ NAMED_TEST = re.compile(r"`(?:tests/)?(?:(\w+)/)?(test_\w+\.py)(?:::(test_\w+))?
 
 
 def test_named_tests_exist() -> None:
-    """Where the page says which test shows something, that test is there. Without a folder it is in tests/strategy."""
+    """The tests that the page names exist. Names without a folder are in tests/strategy."""
     page = (ROOT / "docs" / "explanation" / "lightning-traps.md").read_text()
     named = {match.groups() for match in NAMED_TEST.finditer(page)}
     assert len(named) > 15

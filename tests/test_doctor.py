@@ -88,7 +88,7 @@ def test_rank_whose_others_do_not_come(monkeypatch):
 
 
 def test_processes_that_do_not_meet():
-    """Those started here are ended."""
+    """The processes that the command started are ended."""
     findings = doctor.examine_here(limit_seconds=0)
     assert levels(findings)["gloo all-reduce"] == "BROKEN"
     assert "did not in time" in doctor.table(findings)

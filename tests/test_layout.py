@@ -116,7 +116,7 @@ def axes_in(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_tests_that_are_named_elsewhere_are_there() -> None:
-    """Of the stress loop and the quick tests."""
+    """The stress loop and the quick tests name tests that exist."""
     missing = []
     for node in (*TESTS, *SPINE):
         path, _, name = node.partition("::")
@@ -127,7 +127,8 @@ def test_tests_that_are_named_elsewhere_are_there() -> None:
 
 
 def test_protocols_that_are_asked_for_have_no_modules() -> None:
-    """From Python 3.12 on `isinstance` looks for their attributes without `__getattr__`, where a module has others."""
+    """From Python 3.12 on `isinstance` looks up attributes of such protocols without `__getattr__`, where modules have
+    some."""
     found = []
     for path in sorted(Path("lightning_d9d").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

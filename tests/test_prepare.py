@@ -63,7 +63,7 @@ def test_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
-    """Of bytes of text, on a terminal only."""
+    """The bar counts bytes of text, on a terminal only."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     size = Path("a.jsonl").stat().st_size
     run("a", "a.jsonl", "--tokenizer", "bytes", "--processes", "1")
@@ -121,7 +121,7 @@ def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_killed_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was killed in the middle of its third piece."""
+    """The run was killed in the middle of its third piece."""
     add = TokenFileWriter.add
     written: list[str] = []
 

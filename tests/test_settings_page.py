@@ -18,8 +18,12 @@ from lightning_d9d import (
     ParallelConfig,
     TimeoutConfig,
 )
+from lightning_d9d.datamodules import ChatDataModule, TokenDataModule
 from lightning_d9d.mixing import ReplicaMixing
+from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.modules.balance import BalanceConfig
+from lightning_d9d.optim import StochasticAdamW
+from lightning_d9d.peft import LoRA
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 ROW = re.compile(r"^\| `(\w+)` \| `(.*?)` \|", re.M)
@@ -31,6 +35,7 @@ CONFIGS = (
     TimeoutConfig,
     ReplicaMixing,
     BalanceConfig,
+    LoRA,
 )
 
 
@@ -51,3 +56,10 @@ def test_arguments_of_the_strategy() -> None:
         for name, value in defaults.items()
     }
     assert rows_of("D9DStrategy") == [*named.items()]
+
+
+@pytest.mark.parametrize("owner", [Qwen3MoePretraining, TokenDataModule, ChatDataModule, StochasticAdamW])
+def test_arguments_of_a_class(owner: type) -> None:
+    defaults = {name: each.default for name, each in inspect.signature(owner).parameters.items()}
+    named = {name: "required" if value is inspect.Parameter.empty else repr(value) for name, value in defaults.items()}
+    assert rows_of(owner.__name__) == [*named.items()]

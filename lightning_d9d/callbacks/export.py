@@ -111,7 +111,7 @@ class HuggingFaceExport(DirectoryExport):
         self.fused_experts = fused_experts
         self.tokenizer = tokenizer
         self._files: dict[str, bytes] = {}
-        """Beside the weights. They are read before the training, as nobody knows what is there after it."""
+        """The files beside the weights. They are read before the training, because they may be gone after it."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise `ConfigError` before the training if the export could not be written after it."""

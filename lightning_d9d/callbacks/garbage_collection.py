@@ -31,7 +31,7 @@ class GarbageCollection(L.Callback):
             )
         self.every_n_steps = every_n_steps
         self._was_enabled: bool | None = None
-        """Whether Python collected by itself before the fit; None outside of one."""
+        """True if Python collected by itself before the fit; None outside of one."""
         self._step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -30,7 +30,7 @@ class InitialWeights(L.Callback):
         self.prefix = prefix
         self.strict = strict
         self.differences = Differences([], [])
-        """What was in one of them only."""
+        """The names that only one of the two has: those that are missing, and those that are left over."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the weights; on all ranks."""

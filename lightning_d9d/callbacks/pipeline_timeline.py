@@ -65,7 +65,7 @@ class PipelineTimeline(L.Callback):
         self.directory = Path(directory)
         self.step = step
         self.measured: MeasuredStep | None = None
-        """What was measured, on every rank."""
+        """The measured step, on every rank."""
         self._first_step = 0
         self._activations: ActivationBytes | None = None
         self._timeline: Timeline | None = None

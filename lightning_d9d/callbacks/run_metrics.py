@@ -118,7 +118,7 @@ class RunMetrics(L.Callback):
     def _reset(self) -> None:
         self._interval = _Interval()
         self._weight: Tensor | None = None
-        """Of all batches up to the last interval."""
+        """The weight of all batches up to the last interval."""
         self._sent_step = -1
         self._sent_weight: tuple[Tensor, Tensor] | None = None
         """The weight of all batches up to those that were sent, and of those in the interval."""

@@ -99,7 +99,7 @@ class StepProfile(L.Callback):
         self.directory = None if directory is None else _local(directory)
         self.first_step, self.last_step, self.every_n_steps = first_step, last_step, every_n_steps
         self.ranks: Sequence[int] | None = None if isinstance(ranks, str) else list(ranks)
-        """Those that are profiled; None: all."""
+        """The profiled ranks; None for all."""
         self.memory: Memory = memory
         self.profiled: ProfiledSteps | None = None
         self.measured: MeasuredStep | None = None
@@ -111,7 +111,7 @@ class StepProfile(L.Callback):
         self._has_failed = False
         self._watching = ExitStack()
         self._snapshot: Path | None = None
-        """Of memory that ran out."""
+        """The path of the snapshot of memory that ran out."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a run that cannot be profiled or written; begin to watch memory. Collective over all ranks.
@@ -330,7 +330,7 @@ class _Trace:
     """Profiles this rank from now on. Local.
 
     Args:
-        device: That computes.
+        device: The device that computes.
         step: The first step.
         records_memory: Whether to record allocations until it stops.
     """

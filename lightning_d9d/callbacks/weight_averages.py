@@ -77,9 +77,9 @@ class WeightAverages(L.Callback):
         self.validate = validate
         self.keep = keep
         self.averages: dict[str, Tensor] = {}
-        """By name of the parameter, once there are some: what this rank holds, as DTensors where weights are."""
+        """This rank's averages by name of the parameter, as DTensors where weights are; empty before the first."""
         self.num_updates = 0
-        """How many weights are in an average."""
+        """The number of weights in an average."""
         self._weights: dict[str, nn.Parameter] = {}
         self._aside: dict[str, Tensor] = {}
         """The weights, while averages are in their place."""

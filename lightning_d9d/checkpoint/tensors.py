@@ -116,8 +116,8 @@ class TensorReader:
 
     Args:
         data: The folder.
-        metadata: Its checked metadata.
-        checksums: Its checked checksums.
+        metadata: The checked metadata of the directory.
+        checksums: The checked checksums of the directory.
     """
 
     def __init__(self, data: Path, metadata: Metadata, checksums: Checksums) -> None:

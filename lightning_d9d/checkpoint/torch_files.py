@@ -155,7 +155,7 @@ def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tu
     Args:
         content: Buffer that holds the pickle.
         has: Function that returns True if the key has at least that many bytes.
-        start: Where the pickle begins.
+        start: The place at which the pickle begins.
     """
     num_given = 0
 

@@ -229,7 +229,7 @@ def check_paths(name: str, parsed: argparse.Namespace) -> None:
 
     Args:
         name: The subcommand.
-        parsed: Its arguments.
+        parsed: The arguments of the subcommand.
 
     Raises:
         MistakeError: One of them does not exist.

@@ -58,7 +58,7 @@ _registered: list[HangWatch] = []
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's process is, and where other ranks find its stacks."""
+    """The place of a rank's process, and of its stacks."""
 
     host: str
     process: int
@@ -155,7 +155,7 @@ class HangWatch:
     def register_signal(self) -> None:
         """Make the signal write stacks without the interpreter.
 
-        For the main thread; a handler in Python stays behind it.
+        Only the main thread may call it. An existing handler in Python is called afterwards.
         """
         faulthandler.register(self.signal_number, self._stacks, all_threads=True, chain=True)
         self._has_signal = True

@@ -73,7 +73,7 @@ def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
     """Return the JSON value that a rank has written to the store.
 
     Args:
-        key: Its key.
+        key: The key in the store.
         content: The content that was read.
         is_valid: Returns whether ranks write such a value under the key.
 

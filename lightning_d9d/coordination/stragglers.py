@@ -32,7 +32,7 @@ class Times:
     stage: int
     """Ranks of equal stages do the same work."""
     compute: list[float]
-    """Where the CPU computes its processor time, else all that is not one of the others."""
+    """Processor time of a rank on a CPU; on other devices the rest of the step, after all other parts."""
     data: list[float]
     """The wait for a batch."""
     blocked: list[float]
@@ -86,17 +86,17 @@ class Comparison:
     A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is a
     share of what these others do by themselves. So what slows all ranks makes no excess.
 
-    The blocks of the last two reports decide. A rank is named if all this holds for one part:
+    The blocks of the last two reports decide. A rank is named if all of this holds for one part:
 
     - The median of its excess is above the threshold.
     - The lower end of a confidence interval for this median is above half of it. Its ends are order statistics, so the
       distribution does not matter; `num_slow_blocks` says what does.
-    - So is the median of each half of a report: a burst of other work comes and goes.
-    - So is the median of the excess of all that it does by itself. A rank that computes longer and waits less for data
-      keeps nobody waiting.
+    - The median of each half of a report is above half of it, too: a burst of other work comes and goes.
+    - The median of the excess of all parts that the rank does by itself is above half of it, too. A rank that computes
+      longer and waits less for data keeps nobody waiting.
 
-    If it holds for several, the one with the largest median is named. Parts are not tested together: on a busy host
-    small differences of all of them add up.
+    If this holds for several parts, the one with the largest median is named. Parts are not tested together: on a busy
+    host small differences of all of them add up.
 
     Args:
         threshold: A share of the others' own time in a step.
@@ -154,7 +154,7 @@ class Comparison:
 
         Args:
             others: The number of the report, and ranks.
-            part: Of theirs.
+            part: The part of their times.
         """
         if (others, part) not in self._usual:
             number, *ranks = others

@@ -159,7 +159,7 @@ class RankWatch:
         self._has_heard = self._asks_who_heard = False
         self._silent_ranks: list[int] | None = None
         self.meets_at: str | None = None
-        """What the main thread waits at the end of, for the other ranks."""
+        """The place at whose end the main thread waits for the other ranks."""
         self._num_met = {"epoch": 0, "evaluation": 0}
         self._counted_at = ""
         self._reached = (0, False)  # training batches with data, and whether there is more to do after the last of them

@@ -31,7 +31,7 @@ from lightning_d9d.log import logger
 from lightning_d9d.mesh.agreement import Ranks
 
 _VERSION = 1
-"""Must be raised whenever the same chats give other samples."""
+"""The version of the format. Raise it whenever the same chats give other samples."""
 
 
 class TokenizedChats(NamedTuple):

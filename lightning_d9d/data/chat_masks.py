@@ -122,7 +122,7 @@ class ChatTokenizer:
                 "tokenizer (a directory with tokenizer.json)"
             )
         self.report = ChatReport()
-        """What became of the chats so far."""
+        """The report on the chats so far."""
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._closing = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}

@@ -128,7 +128,7 @@ def read_records(piece: Piece, column: str | None = None) -> Iterator[Record]:
     """Yield the records of a piece of JSON lines, a table or a saved dataset. Local.
 
     Args:
-        piece: Of `pieces_of`.
+        piece: A piece that `pieces_of` returned.
         column: The only column of a table that is read; records are then mappings with this key. None: all.
 
     Raises:

@@ -256,7 +256,7 @@ def end_resuming(loader: Any) -> None:
     one. Lightning does not ask for that batch, because it knows the number of batches.
 
     Args:
-        loader: Any loader, which has been read in the epoch for which a state was loaded.
+        loader: Any loader. It has been read in the epoch of the loaded state.
     """
     if getattr(loader, "restore", None) is True:
         loader.restore = False

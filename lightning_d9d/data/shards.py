@@ -112,9 +112,9 @@ class ShardedDataset(Dataset[T_co], Generic[T_co]):
 class BufferSortedDataset(Dataset[T_co], Generic[T_co]):
     """A dataset in an order in which neighbours have similar lengths, so that batches have little padding.
 
-    The items of each `buffer_size` neighbours are sorted, equal ones in random order, and divided into packs. The packs
-    are in random order, and so are the items in each. A last pack that is not full stays last, so that packs are
-    batches. Only seed and epoch determine the order, whichever items are read before.
+    Each `buffer_size` neighbours are sorted by length and divided into packs; items of equal length are in random
+    order. The packs are in random order, and so are the items in each. A last pack that is not full stays last, so that
+    packs are batches. Only seed and epoch determine the order, whichever items are read before.
 
     Args:
         base: The dataset to be read. If it has `state_dict` and `load_state_dict`, its state is kept with this one's.

@@ -38,7 +38,7 @@ class BorderToken:
     """The token that separates documents in a file without borders.
 
     Args:
-        token: Its id.
+        token: The id of the token.
         is_first: Whether it begins a document instead of ending one.
     """
 

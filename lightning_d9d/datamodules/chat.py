@@ -42,7 +42,7 @@ class ChatDataModule(RowsDataModule):
             `datasets` saved. Files, relative to the working directory, for validation.
         tokenizer: A directory or a name that `transformers` knows, whose tokenizer has a chat template; or a tokenizer
             object.
-        validation: As `train`. By default a part of `train` is held out.
+        validation: Files for validation, in the formats of `train`. By default a part of `train` is held out.
         sequence_length: Tokens of a packed row, and maximum number of tokens of a sample.
         batch_size: Rows in a batch of one data rank; 16 by default.
         global_batch_size: Rows of an optimizer step, on all ranks and in all accumulated batches, in place of

@@ -29,7 +29,7 @@ from lightning_d9d.mesh.agreement import Ranks
 
 _TOKENS = (".bin", ".idx")
 _TEXTS = (".txt", ".md")
-"""Suffixes of texts, besides those of records; with a tokenizer all other files except token files are texts, too."""
+"""Suffixes of texts, besides those of records. With a tokenizer, all files that are not token files are texts."""
 _COUNTED_TOKENS = 1 << 22
 Files = str | list[str] | dict[str, float]
 

@@ -125,7 +125,7 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
         name: A directory, or a name that `transformers` knows, with tokenizer files; "bytes" for a model of bytes. None
             uses the files beside the model, or bytes if it has 256 tokens.
         source: Vocabulary of the model.
-        vocab_size: Of the model.
+        vocab_size: The model's number of tokens.
 
     Raises:
         ConfigError: The tokenizer does not exist, it has more tokens than the model, or `transformers` is not

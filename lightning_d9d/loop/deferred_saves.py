@@ -47,7 +47,7 @@ class DeferredSaves(L.Callback):
 
         Args:
             action: Saves or removes a checkpoint.
-            path: Of that.
+            path: The path of that checkpoint.
             exists: Whether a checkpoint is there afterwards.
         """
         if not self._waiting:

@@ -95,7 +95,7 @@ def call_in_threads(patches: Patches, trainer: L.Trainer, hang_seconds: float) -
 
     Args:
         patches: Trainer of the fit.
-        trainer: Its loggers may have been used before.
+        trainer: The Trainer, whose loggers may have been used before.
         hang_seconds: Seconds after which a call is reported; the end of the fit waits at most this long for each
             logger.
     """

@@ -116,7 +116,7 @@ class Shutdown:
         hangs = hang_watch(trainer, limits)
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
         self.store = dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store)
-        """Only for this run."""
+        """The store of this run alone."""
         self.watch = RankWatch(
             self.store,
             trainer.global_rank,
@@ -420,7 +420,7 @@ def tell_end(error: BaseException, step: int, saved: Saved | None, shutdown: Shu
         error: What ends it.
         step: Optimizer steps that were done.
         saved: The last checkpoint.
-        shutdown: That of several processes.
+        shutdown: The shutdown of several processes.
     """
     if isinstance(error, KeyboardInterrupt | SIGTERMException):
         rank_zero_info(exit_message(step, saved) if shutdown is None else shutdown.exit_message())

@@ -148,15 +148,15 @@ class _AlignedLoader(CombinedLoader):
     """A CombinedLoader that takes other ranks into account.
 
     Args:
-        loader: Its loaders, which Lightning has not set up yet, and its mode.
-        alignment: With whom.
+        loader: The loaders, which Lightning has not set up yet, and their mode.
+        alignment: The way in which ranks are aligned.
     """
 
     def __init__(self, loader: CombinedLoader, alignment: Alignment) -> None:
         super().__init__(loader.iterables, loader._mode)  # type: ignore[arg-type]
         self.alignment = alignment
         self.is_even = True
-        """Whether nothing is to be done in this iteration."""
+        """True if nothing is to be done in this iteration."""
         self._agreement = None if alignment.group is None else Agreement(alignment.group, self._check)
         self._next: Any = None  # the item that has been read ahead: (batch, batch_idx, dataloader_idx), or None
 
@@ -238,21 +238,21 @@ class TrainingLoader(_AlignedLoader):
         self._loop = loop
         self._agreed_length: int | None = None
         self._num_microbatches = 0
-        """Those of the batch that was agreed on last."""
+        """The number of microbatches of the batch that was agreed on last."""
         self._num_handed_out = 0
         self._dummy: Any = None
         self._has_ended = False
         self._waits = False
-        """Whether the loaders begin later."""
+        """True if the loaders begin later."""
         self._has_read = False
-        """Whether this iteration has given a batch."""
+        """True if this iteration has given a batch."""
         self._reads_ahead = False
-        """Whether it reads a batch ahead though lengths are known and equal."""
+        """True if it reads a batch ahead although lengths are known and equal."""
         self._fills_up = False
-        """Whether another replica has more batches than this one."""
+        """True if another replica has more batches than this one."""
         self._ahead: _ReadAhead | None = None
         self.wait_seconds = self.processor_seconds = 0.0
-        """How long the loop has waited for batches."""
+        """The time for which the loop has waited for batches."""
         self._history: deque[_HandedOut] = deque(
             maxlen=4
         )  # Lightning has one ahead, and may save before a batch is done
@@ -388,7 +388,7 @@ class TrainingLoader(_AlignedLoader):
         return BatchPlan() if self.is_even else self._history[-1 - self._num_ahead()].plan
 
     def num_own(self, num_batches: int) -> int:
-        """Return for how many of an epoch's batches this rank has its own data; all if lengths are unknown."""
+        """Return the number of an epoch's batches for which this rank has its own data; all if lengths are unknown."""
         length = None if self._iterator is None else sized_len(type(self._iterator)(self.flattened))
         return num_batches if length is None else min(num_batches, length)
 

@@ -28,7 +28,7 @@ class LayerOfRank:
     shares: tuple[Share, ...]
     recompute: str = "none"
     place: int = 0
-    """Its index among the blocks of its stage."""
+    """The layer's index among the blocks of its stage."""
     wire_bytes: float = 0.0
     """Bytes of tokens in transit to experts of other ranks and back."""
 

@@ -39,7 +39,7 @@ class MeshDomains:
     Pickling saves the degrees. Unpickling builds the domains again: it is collective and needs the same number of
     ranks. A deep copy is the object itself.
 
-    [Note: replicas apart] With `num_replicas` the world consists of several such meshes side by side, and no group
+    With `num_replicas` the world consists of several such meshes side by side, and no group
     spans two of them. All of the above then concerns the ranks of one mesh: they are numbered from 0, and its world is
     not torch's. The ranks of all meshes are arranged as with an axis `dp_replicate` of that size.
     """
@@ -81,7 +81,7 @@ class MeshDomains:
             device_type: "cpu" or "cuda".
             timeout_seconds: Time limit of the groups' collectives; None for torch's own. The default process group
                 keeps its own limit.
-            num_replicas: The number of such meshes in the world. [Note: replicas apart].
+            num_replicas: The number of such meshes in the world; above 1 replicas are apart.
 
         Raises:
             ConfigError: The degrees do not fit the number of ranks.
@@ -331,7 +331,7 @@ class MeshDomains:
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:
-        """All ranks of this mesh: the default process group, unless replicas are apart. [Note: replicas apart]."""
+        """All ranks of this mesh: the default process group, unless replicas are apart (`num_replicas` above 1)."""
         return dist.group.WORLD if self.num_replicas == 1 else self.group(Axis.WORLD)
 
     def group_of_replicas(
@@ -341,7 +341,7 @@ class MeshDomains:
 
         Collective over all ranks.
 
-        This is `group`, unless replicas are apart. [Note: replicas apart].
+        This is `group`, unless replicas are apart (`num_replicas` above 1).
         """
         if self.num_replicas == 1:
             return self.group(*axes, lane=lane, backend=backend)

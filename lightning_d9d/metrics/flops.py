@@ -14,7 +14,7 @@ from lightning_d9d.schedule import LayerCosts, ModelCosts
 
 
 class Convention(StrEnum):
-    """A convention for counting operations. [Note: conventions]."""
+    """A convention for counting operations, which `metrics/flops.py` defines."""
 
     CAUSAL = "causal"
     FULL = "full"
@@ -45,12 +45,12 @@ class StepFlops:
         forward, forward_square = _split(*(sum(each.forward_flops for each in costs.layers) for costs in (once, twice)))
         total, _ = _split(*(sum(_all(each, frozen) for each in costs.parts) for costs in (once, twice)))
         self.products = total
-        """Of products with weights."""
+        """The operations of products with weights."""
         self.causal_attention = 3 * forward_square
-        """Of attention, with half of its square."""
+        """The operations of attention, with half of its square."""
         self._again = {1: recomputed * (forward + forward_square), 2: recomputed * (forward + 2 * forward_square)}
         self.recomputes = recomputed > 0
-        """Whether conventions with recomputation differ from those without."""
+        """True if conventions with recomputation differ from those without."""
 
     def count(self, convention: Convention) -> float:
         """Return the number of operations in a convention. Local."""

@@ -88,7 +88,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """When a device was in use, in microseconds."""
+    """The times in which a device was in use, in microseconds."""
 
     num_kernels: int
     busy: float
@@ -127,7 +127,7 @@ def device_use(kernels: Iterable[Kernel]) -> DeviceUse:
 def _busy_and_gaps(ordered: Sequence[Kernel]) -> tuple[float, list[tuple[float, str, str]]]:
     busy, gaps = 0.0, []
     last: Kernel | None = None
-    """Of those so far the one that ends last."""
+    """The kernel so far that ends last."""
     for kernel in ordered:
         if last is not None and kernel.begin > last.end:
             gaps.append((kernel.begin - last.end, last.name, kernel.name))
@@ -215,7 +215,7 @@ def profiled_steps(
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
     unclaimed: dict[str, float] = defaultdict(float)
-    """By name, microseconds of kernels less what operators have launched of them."""
+    """Microseconds of kernels by name, less those that operators have launched."""
     for kernel in kernels:
         unclaimed[kernel.name] += kernel.end - kernel.begin
     host_waits = 0.0

@@ -34,7 +34,7 @@ class StepClock(WaitClock):
     are times of the host. Batches follow each other; one step is measured, and then `parts` has the result.
 
     Args:
-        device: That computes.
+        device: The device that computes.
         waited: Seconds for which the host had waited for batches by the end of the step before.
     """
 

@@ -21,7 +21,7 @@ class WaitClock:
     On the CPU it measures the host's time. On CUDA it measures the time of the compute stream, between two events.
 
     Args:
-        device: That computes.
+        device: The device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -63,9 +63,9 @@ class Mixer:
         self.num_launched = 0
         """The number of rounds that have begun."""
         self.is_under_way = False
-        """Whether a round has begun and not ended."""
+        """True if a round has begun and not ended."""
         self.measures = False
-        """Whether `finish` measures the distance to the edge's mean."""
+        """True if `finish` measures the distance to the edge's mean."""
         self.squared_distance: Tensor | None = None
         """The squared distance of this rank's values to the mean of the edge, when it was measured last: float64."""
         self._observer = observer

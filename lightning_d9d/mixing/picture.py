@@ -15,7 +15,7 @@ _MAX_NUMBERED = 32
 _COLOUR = "#4c78a8"
 
 Drawn = Sequence[Sequence[tuple[tuple[int, ...], float]]]
-"""For each round the replicas of each edge, and its weight."""
+"""The replicas of each edge and its weight, for each round."""
 
 
 def _places(num_replicas: int) -> list[tuple[float, float]]:

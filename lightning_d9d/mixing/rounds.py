@@ -15,7 +15,7 @@ from lightning_d9d.mixing.topology import Edge, Topology, topology_of
 from lightning_d9d.pictures import write_picture
 
 _MAX_PRINTED = 16
-"""Largest number of edges of a round, and of rounds, that are printed."""
+"""The most edges of a round that are printed, and the most rounds."""
 
 
 class Rounds:
@@ -36,7 +36,7 @@ class Rounds:
         self.topology = topology_of(topology)
         self.num_replicas = num_replicas
         self.edges = tuple(tuple(edges) for edges in self.topology.rounds(num_replicas))
-        """By round."""
+        """The edges of each round."""
         if not self.edges:
             raise ConfigError(f"{self.topology!r} has no round for {num_replicas} replicas; give at least one")
         self._edge_of = [self._checked(number, edges) for number, edges in enumerate(self.edges)]

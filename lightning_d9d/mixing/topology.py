@@ -22,7 +22,7 @@ from lightning_d9d.legal import nearest
 
 @dataclass(frozen=True)
 class Edge:
-    """Replicas that mix with each other in one round. [Note: mixing].
+    """Replicas that mix with each other in one round; `mixing/topology.py` has the formulas.
 
     Raises:
         ConfigError: A replica occurs twice, or the weights of a replica do not sum to 1.

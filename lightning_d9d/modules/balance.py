@@ -133,7 +133,7 @@ class ExpertBalance(DrawnByRows):
         Returns:
             Indices and weights of the experts, both `[all tokens, top_k]`: `moe_route`, with softmax. Also the sum of
             all losses times their coefficients, a scalar in the dtype of the weights; None without losses, and without
-            gradient. [Note: sequences on several ranks].
+            gradient. `modules/balance.py` describes sequences on several ranks.
         """
         config, is_training = self.config, torch.is_grad_enabled()
         flat = logits.flatten(0, -2)

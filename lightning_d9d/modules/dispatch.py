@@ -187,7 +187,7 @@ class AllToAllDispatch:
         """Return the tokens sent to each rank, those received from each, and the number of copies made from these.
 
         Args:
-            traffic: For each sending rank, the numbers of tokens to each rank, and of their copies there.
+            traffic: The numbers of tokens from each rank to each other, and of their copies there.
         """
         tokens, copies = zip(*traffic, strict=True)
         arriving = [*map(sum, zip(*copies, strict=True))]

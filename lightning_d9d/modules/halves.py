@@ -24,7 +24,7 @@ class Halves(NamedTuple):
     """Second half of the tokens of a layer, with callbacks around its products; see `GroupedExperts.forward`."""
 
     x: Tensor
-    """Its rows."""
+    """The rows of these tokens."""
 
     weights: Tensor
     """Their factors."""

@@ -100,7 +100,7 @@ class SparseMoE(nn.Module):
         self.experts = GroupedExperts(num_experts, hidden_size, intermediate_size, initializer_range=std)
         self.dispatch: Dispatch = LocalDispatch(num_experts)
         self.in_halves = False
-        """Whether tokens go to experts on other ranks in two halves. [Note: two halves] in `halves`."""
+        """True if tokens go to experts on other ranks in two halves. [Note: two halves] in `halves`."""
         self.has_loss = balance is not None and balance.has_losses
         self.has_shared_expert = shared_intermediate_size > 0
         if self.has_shared_expert:

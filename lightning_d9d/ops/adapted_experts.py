@@ -38,7 +38,7 @@ _MOST_READ = 96
 """Columns of all experts' matrices, by copies of a token: a dense product with this many takes as long as reading all
 rows."""
 _MOST_WRITTEN = 512
-"""Like `_MOST_READ`, for a product that is added to a tensor, for which rows would be read and written."""
+"""The same limit for a product that is added to a tensor; its alternative would read and write rows."""
 
 
 def adapted_gate_up(

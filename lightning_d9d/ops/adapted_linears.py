@@ -42,9 +42,9 @@ def adapted_linears(
     Args:
         x: Shape `[..., in]`; all tensors have the dtype that `can_adapt` requires.
         weights: Weights of at most `MOST_LAYERS` layers, shapes `[out, in]`. The weights get no gradients.
-        a: For each layer a tensor of shape `[rank, in]`.
-        b: For each layer a tensor of shape `[out, rank]`.
-        scales: For each layer a factor.
+        a: A tensor of shape `[rank, in]` for each layer.
+        b: A tensor of shape `[out, rank]` for each layer.
+        scales: A factor for each layer.
 
     Returns:
         For each layer a tensor of shape `[..., out]`.

@@ -28,7 +28,7 @@ _GAP = 1024
 def fill_normal_(target: Tensor, std: float, key: int, shape: Sequence[int], ranges: Sequence[range]) -> Tensor:
     """Fill a slice of a whole tensor with normal values of mean zero. Local.
 
-    The bits are the same on every device and for every slice: [Note: values by place]. In other dtypes they are the
+    The bits are the same on every device and for every slice; `ops/places.py` says why. In other dtypes they are the
     float32 values, rounded to nearest. On CUDA a kernel writes them; for float64 and on other devices, threads of the
     host compute them. The page docs/explanation/initial-weights.md describes their difference from a true normal
     distribution.

@@ -26,7 +26,7 @@ _MODULES = (_VERSION_4, "flash_attn_interface", "flash_attn.flash_attn_interface
 _BLOCK_HEAD_DIMS = (64, 128)
 """Widths of heads for which the kernels of version 4 have been run and compared."""
 _LEAST_KEYS = 2048
-"""With fewer keys the forward is slower than cuDNN's, and a call takes the host twice as long."""
+"""The least number of keys. With fewer the forward is slower than cuDNN's, and a call takes the host twice as long."""
 
 
 def flash_attention_package() -> ModuleType | None:

@@ -34,7 +34,7 @@ def linear(
         bias: shape `[out]`.
         dtype: Dtype of the product, also under autocast; `x` and `weight` are then kept for the backward unchanged.
             Then `x` has two dims or more. For float32 without `bias`, bfloat16 arguments on CUDA are not cast. Products
-            of such numbers are exact in float32, and are summed in float32. The backward follows [Note: two halves].
+            of such numbers are exact in float32, and are summed in float32. `ops/linear.py` describes the backward.
         own_part: Whether a plain `x` is multiplied with the part of a sharded DTensor that this rank holds; the result
             is then this rank's own. Otherwise torch refuses such a weight.
 

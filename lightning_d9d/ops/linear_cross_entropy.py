@@ -138,10 +138,10 @@ def linear_cross_entropy(
     `options` has these settings.
 
     Products are in the dtype of `x`, or that of autocast. Logits and their gradients are rounded to it, and all
-    computation between is in float32 (float64 for float64). [Note: gradients of chunks] describes when gradients are
-    computed, in how many products, and in which dtype the weight's is summed. Only requested gradients are computed.
-    Inside `defer`, and with a leaf as `weight`, the gradient of `weight` is deferred. The op cannot be differentiated
-    twice. The host does not wait.
+    computation between is in float32 (float64 for float64). `ops/linear_cross_entropy.py`
+    describes when gradients are computed, in how many products, and in which dtype the weight's is summed. Only
+    requested gradients are computed. Inside `defer`, and with a leaf as `weight`, the gradient of `weight` is deferred.
+    The op cannot be differentiated twice. The host does not wait.
 
     With `shard` the vocabulary is spread over several ranks, each with some rows of the matrix. The call is then
     collective, with one message for each chunk in the forward: two numbers a token (three with `label_smoothing`). All

@@ -31,7 +31,7 @@ def norm_rope(
         weight: Shape `[head_dim]`, in any dtype.
         eps: As in `rms_norm`.
         cos: Shape `[batch, seq, 1, pairs]`, batch may be 1; as in `rope`, without positions.
-        sin: the same.
+        sin: The same, of the sine.
         interleaved: As in `rope`.
         zero_centered: as in `rms_norm`.
 
@@ -72,7 +72,7 @@ def norm_rope_qk(
         k_weight: The same for keys.
         eps: As in `rms_norm`.
         cos: As in `norm_rope`.
-        sin: the same.
+        sin: The same, of the sine.
         interleaved: As in `rope`.
         zero_centered: as in `rms_norm`.
 

@@ -50,7 +50,7 @@ def define(
 
     Args:
         name: Name of the operator, registered once in a process.
-        schema: Its arguments and results, `"(Tensor x, float eps) -> Tensor"`. Lists of tensors are not supported.
+        schema: The arguments and results, `"(Tensor x, float eps) -> Tensor"`. Lists of tensors are not supported.
         run: Function that computes it on every device; autograd does not look inside.
         fake: Function that returns results without values, for tensors without values.
         setup_context: Function that saves the tensors for `backward`: `setup_context(ctx, inputs, output)`, with these

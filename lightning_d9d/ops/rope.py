@@ -52,7 +52,7 @@ def rope_qk(
         q: Shape `[batch, seq, heads, head_dim]`.
         k: The same for keys, with their own number of heads.
         cos: As in `rope`.
-        sin: the same.
+        sin: The same, of the sine.
         position_ids: as in `rope`.
         interleaved: as in `rope`.
 

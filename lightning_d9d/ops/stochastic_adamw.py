@@ -38,9 +38,9 @@ class AdamWTensors(NamedTuple):
     gradient: Tensor
     """Float32 or bfloat16."""
     exp_avg: Tensor
-    """Float32, bfloat16, or the codes of [Note: states in eight bits], uint8."""
+    """Float32, bfloat16, or uint8: the codes that `ops/eight_bits.py` describes."""
     exp_avg_sq: Tensor
-    """Same dtype as `exp_avg`."""
+    """A tensor of the same dtype as `exp_avg`."""
     step: Tensor
     """Number of steps with this one, a float32 scalar on the device."""
     place: Place
@@ -83,7 +83,7 @@ class MultiTensorAdamW:
     not depend on it. The lower half of the sum rounds `p`, the upper half `m`, and the upper half of a product with the
     sum `v`. Any two of these are independent. The bits are the same for any sharding and any order of parameters.
 
-    For tensors of at least one dim, states in eight bits are read and rounded by [Note: states in eight bits]. In that
+    For tensors of at least one dim, states in eight bits have the format that `ops/eight_bits.py` describes. In that
     format `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, on the 32 bits of both. The
     upper 16 bits of the sum round `p`, the lower 19 `m`, and the upper 19 of the product `v`.
 

@@ -64,9 +64,11 @@ class WeightGradients:
     with defer(gradients):
         output = stage(x)
     gradients.backward(output, output_gradient)  # x.grad is complete, and so are gradients that were not deferred
-    gradients.accumulate()  # the gradients of all weights are complete ```
+    gradients.accumulate()  # the gradients of all weights are complete
+    ```
 
-    Several objects may be in use at once, also in several threads. See [Note: split backward].
+    Several objects may be in use at once, also in several threads. `ops/weight_gradients.py` describes what a split
+    backward is.
     """
 
     def __init__(self) -> None:

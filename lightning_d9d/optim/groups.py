@@ -55,7 +55,7 @@ def parameter_groups(
     Groups, and parameters in them, come in the order in which the module names them.
 
     Args:
-        module: Its frozen parameters are left out.
+        module: The module; its frozen parameters are left out.
         weight_decay: Weight decay of the parameters that decay; the others have 0.
         decays: Returns for a name and parameter whether it decays; by default matrices and larger tensors do, while
             vectors (biases, weights of norms) do not.

@@ -51,7 +51,7 @@ def plot_learning_rates(rates: Mapping[str, Sequence[float]], path: str | Path, 
         title: Title above the picture.
 
     Raises:
-        ConfigError: Another ending, nothing to draw, or the library is not installed.
+        ConfigError: The path has another ending, there is nothing to draw, or the library is not installed.
     """
     if not any(rates.values()):
         raise ConfigError("there is nothing to draw: no schedule has a step")

@@ -28,7 +28,7 @@ class NamedParameters(NamedTuple):
     """Parameters by their names in the whole model, which several ranks may hold."""
 
     own: Mapping[str, nn.Parameter]
-    """This rank's."""
+    """The parameters of this rank."""
     names: Sequence[str]
     """The names of all ranks' parameters."""
     embeddings: Sequence[str]

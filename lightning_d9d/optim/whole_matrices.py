@@ -29,7 +29,7 @@ Function = Callable[[int, Tensor], Tensor]
 def on_whole_matrices(parts: Sequence[Tensor], like: Sequence[Tensor], function: Function) -> list[Tensor]:
     """Apply a function to whole matrices of which ranks hold parts. Collective over the ranks that hold them.
 
-    [Note: whole matrices] describes which rank computes what.
+    `optim/whole_matrices.py` describes which rank computes what.
 
     Args:
         parts: This rank's parts, of one dtype.

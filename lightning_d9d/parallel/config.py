@@ -76,8 +76,8 @@ class ParallelConfig:
     and its labels do not count. False refuses such sequences."""
 
     kernels: Kernels = "auto"
-    """The kernels of ops. By default, "auto" uses the package's own on CUDA, or those that were measured to be faster
-    there. With "torch" all ops use torch's, to find out whether a kernel is at fault. With "triton" all ops use the
+    """The kernels of ops. By default, "auto" uses this package's kernels on CUDA, except where others were measured to
+    be faster. With "torch" all ops use torch's, to find out whether a kernel is at fault. With "triton" all ops use the
     package's own. It applies to all ops of the process, from setup to teardown."""
 
     gather_dtype: Literal["float32", "bfloat16"] | None = None

@@ -38,7 +38,7 @@ from lightning_d9d.waits import waiting
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The shard of each sequence that a rank holds. [Note: who holds what]. Nothing is communicated."""
+    """The shard of each sequence that a rank holds, as `parallel/context.py` describes. Nothing is communicated."""
 
     rank: int = 0
     """The index of this rank among those that share sequences."""

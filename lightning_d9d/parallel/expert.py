@@ -33,7 +33,7 @@ from lightning_d9d.parallel.data import place, settings
 
 
 def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> None:
-    """Spread the experts of every `SparseMoE` in a module over ranks, in place. See [Note: where experts lie].
+    """Spread the experts of every `SparseMoE` in a module over ranks, in place; `parallel/expert.py` says where.
 
     Collective, like `fully_shard`: every rank must shard the same.
 

@@ -27,7 +27,7 @@ _WAITS = ("wait_for_unshard", "finalize_backward")
 
 
 class _TrainedParameters:
-    """Contains every parameter that requires a gradient at the moment."""
+    """A container of every parameter that requires a gradient at the moment."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad

@@ -161,7 +161,7 @@ class _Graphs:
 
     Args:
         call: The function.
-        tensors: Its arguments.
+        tensors: The arguments of the block.
         weights: Other tensors whose gradients it computes.
         buffers: Buffers that it may change; the capture restores their values.
     """

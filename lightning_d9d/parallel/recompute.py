@@ -94,7 +94,7 @@ def recompute_activations(
 
     Results and gradients stay the same, bitwise if ops are deterministic, and so do names of parameters. Without grad
     mode nothing is recomputed. Copies of the module recompute as well. A further call replaces an earlier one. Nothing
-    is communicated. See [Note: what is recomputed].
+    is communicated. `parallel/recompute.py` describes what is kept and recomputed.
 
     Args:
         module: Any module.

@@ -50,7 +50,7 @@ _SEQUENCE = 1
 def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
     """Shard attention, dense MLPs, embedding and head of a module over the tensor axis, in place.
 
-    Between these, activations hold this rank's slice of the tokens. See [Note: who holds which tokens]. Mixtures of
+    Between these, activations hold this rank's slice of the tokens. `parallel/tensor.py` says which. Mixtures of
     experts stay whole: they compute only for their slice. With one rank nothing is done. Collective over all ranks:
     each shards the same. For stages of a `D9DModule`: a plain LightningModule does not sum the gradients of parameters
     that are not sharded over these ranks.
@@ -114,7 +114,7 @@ def _split(numbers_of_heads: Iterable[int], mesh: MeshDomains) -> None:
 
 
 def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None:
-    """Give each rank some heads. See [Note: shared heads]. Collective over all ranks.
+    """Give each rank some heads; `parallel/tensor.py` says which. Collective over all ranks.
 
     Raises:
         ConfigError: The ranks cannot share the query heads evenly, or they cannot share the heads of keys and values.

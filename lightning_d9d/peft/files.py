@@ -45,7 +45,7 @@ def save_adapter(
     """Write the adapters of a model as a directory that Hugging Face's `peft` and serving engines can load.
 
     All adapters get one scale: if an adapter has another, its `lora_B` is multiplied by the ratio. So readers that do
-    not support a scale for single layers compute the same. See [Note: adapters in files].
+    not support a scale for single layers compute the same. `peft/layouts.py` describes the tensors.
 
     Collective over the default process group if there is one. Each rank gathers all adapters of its stages.
 

@@ -23,7 +23,7 @@ from lightning_d9d.peft.sites import Site
 
 PREFIX = "base_model.model."
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""For each weight of experts, the layers of an expert in files."""
+"""The layers of an expert in files, for each weight of experts."""
 _OF_EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _KEY = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 

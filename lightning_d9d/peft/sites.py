@@ -26,7 +26,7 @@ from lightning_d9d.modules.lm_head import SplitLMHead
 
 _NUM_NEAREST = 3
 _EXPERTS = {"gate_up_proj": ("gate_up_lora", 2), "down_proj": ("down_lora", 1)}
-"""For each weight of experts, the name of its adapter, and the number of parts of its rows."""
+"""The name of the adapter and the number of parts of its rows, for each weight of experts."""
 
 
 _READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

@@ -103,9 +103,9 @@ class LossScale(NamedTuple):
     """The factor on the value sum of a microbatch's loss before its backward, by the result of `microbatch_loss`."""
 
     of_mean: float = 1.0
-    """For a Tensor, a mean over the rows of the microbatch."""
+    """The factor for a Tensor, a mean over the rows of the microbatch."""
     of_sum: Tensor | float | None = 1.0
-    """For a `WeightedLoss`. None refuses it, because the step's weight must be known before its backward."""
+    """The factor for a `WeightedLoss`. None refuses it, because the step's weight must be known before its backward."""
 
 
 class Executor:

@@ -232,7 +232,7 @@ class Recording:
 
         Args:
             function: Function to call again.
-            args: Its arguments.
+            args: The arguments of the call.
             kwargs: Arguments of the call.
             written: Tensors that it writes to.
             results: Tensors that it returns, and other leaves.

@@ -173,7 +173,7 @@ class Messages:
             self._send(tensor.detach().contiguous(), link.peer, link.forward)
 
     def post_forward(self, stage: int, microbatch: int, signature: Hashable) -> None:
-        """Allocate buffers for the input of `stage` and start receiving. It waits for an unknown schema."""
+        """Allocate buffers for the input of `stage` and start receiving. An unknown schema is waited for."""
         link = self.links[self.placement[stage - 1]]
         schema = self._schemas.get((stage - 1, signature))
         if schema is None:

@@ -118,7 +118,7 @@ def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
 
     Args:
         tree: A container that `children` takes apart.
-        values: Its new values: by name if it has names (a mapping may get other names), else in order.
+        values: The new values: by name if it has names (a mapping may get other names), else in order.
 
     Raises:
         ConfigError: The class cannot be built from a dictionary or a list of values.

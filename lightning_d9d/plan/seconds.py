@@ -59,7 +59,7 @@ class Timed:
     simulation: Simulation
     bubble_ratio: float
     links: dict[str, tuple[float, float]]
-    """By link, the bytes that the busiest rank sends, and their seconds without anything beside them."""
+    """The bytes that the busiest rank sends over each link, and their seconds without anything beside them."""
 
 
 def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]], *, clips: bool) -> Timed:

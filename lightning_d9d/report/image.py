@@ -15,7 +15,7 @@ def save_image(chart: Chart, restarts: Sequence[float], path: Path) -> None:
     Args:
         chart: The chart.
         restarts: Steps that are marked.
-        path: Where to.
+        path: The file to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -73,14 +73,14 @@ class _Walk:
             kind: set() for kind in (*COMPUTE, SendForward, ReceiveForward, SendBackward, ReceiveBackward)
         }
         self.has_gradient: set[tuple[int, int]] = set()
-        """(stage, microbatch) whose gradient of the stage's input has been computed."""
+        """Each (stage, microbatch) whose gradient of the stage's input has been computed."""
         self.shards = any(isinstance(action, Unshard) for actions in program.ranks for action in actions)
         self.unsharded: set[int] = set()
         self.reduced: set[int] = set()
         self.num_weight_gradients: dict[int, int] = defaultdict(int)
         self.sent: dict[tuple[int, int], list[str]] = defaultdict(list)
         self.received: dict[tuple[int, int], list[str]] = defaultdict(list)
-        """(sender, receiver) -> the messages, as their sends."""
+        """The messages as their sends, by (sender, receiver)."""
 
     def take(self, rank: int, action: Action) -> None:
         """Refuse `action`, or record it as done."""

@@ -222,7 +222,7 @@ class Machine:
                 raise ScheduleError(f"Machine.{name}=0 must be greater than 0")
 
     def seconds(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
-        """Return how long `layer` takes for a microbatch, with its messages. [Note: time of a layer]."""
+        """Return how long `layer` takes for a microbatch, with its messages; `schedule/layers.py` has the formulas."""
         computed, sent = self.computed(layer, num_rows), self.message_seconds(layer, num_rows) / 2
         forward, inputs = computed.forward + sent, computed.backward_input + self.again(layer, num_rows) + sent
         return LayerSeconds(forward, inputs, computed.backward_weight, inputs + computed.backward_weight)
@@ -232,7 +232,7 @@ class Machine:
         return self.exchange_bytes_per_second if span <= self.gpus_per_node else self.network_bytes_per_second
 
     def spread_bytes(self, num_bytes: float, num_ranks: int, span: int, *, is_ring: bool) -> tuple[float, float]:
-        """Return the bytes that a rank sends within its node, and to others. [Note: links of a node].
+        """Return the bytes that a rank sends within its node, and to others; `schedule/layers.py` has the formulas.
 
         Args:
             num_bytes: All that it sends.

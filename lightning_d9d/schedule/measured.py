@@ -126,7 +126,7 @@ class MeasuredCosts:
             raise ScheduleError(f"costs={str(path)!r}: {error}") from error
 
     def calibrate(self, model: ModelCosts, machine: Machine) -> Calibration:
-        """Derive the real costs of layers from the measured stages. See [Note: stages to layers].
+        """Derive the real costs of layers from the measured stages; `schedule/measured.py` describes how.
 
         Raises:
             ScheduleError: The model has another number of layers.
@@ -168,7 +168,7 @@ class MeasuredCosts:
         """
         kinds = {part: index for index, part in enumerate(dict.fromkeys(model.parts))}
         rows: list[tuple[float, list[float]]] = []
-        """For each measured stage, its time and the prediction for each kind of part in it."""
+        """The time of each measured stage, and the prediction for each kind of part in it."""
         seen: set[int] = set()
         for stage in self.stages:
             measured = getattr(stage, field)

@@ -1,6 +1,6 @@
 """Simulates a program: when every action starts and ends, how long ranks are idle, and the memory that they keep.
 
-[Note: the machine] Every rank runs its compute actions one after the other, each as soon as its inputs are there.
+Every rank runs its compute actions one after the other, each as soon as its inputs are there.
 Messages and data-parallel collectives run beside them:
 
 - A message starts when it is sent, takes `transfer` on its link, and arrives `latency` later. A link from one rank to
@@ -10,7 +10,7 @@ Messages and data-parallel collectives run beside them:
 - A rank's collectives run one at a time in its order. The first use of a stage waits for its `Unshard`.
 - In a program without messages each rank sees the results of all others at once.
 
-[Note: live activations] A microbatch is live in a stage from the start of its forward to the end of its backward. If
+A microbatch is live in a stage from the start of its forward to the end of its backward. If
 that is split, it is live to the end of its weight backward, perhaps with other memory after its input backward. In a
 forward-only program it is live during the forward.
 """
@@ -146,7 +146,7 @@ class Simulation:
     compute_time: tuple[float, ...]
     """Time of each rank in compute actions."""
     peak_activations: tuple[int, ...]
-    """Largest number of (stage, microbatch) live at once on each rank. See [Note: live activations]."""
+    """Largest number of (stage, microbatch) live at once on each rank, as the module defines it."""
     peak_memory: tuple[float, ...]
     """Largest memory of activations that are live at once, by `Costs.activation` and `Costs.split_activation`."""
 
@@ -171,7 +171,7 @@ def bubble_ratio(spans: Iterable[Span]) -> float:
 
 
 def simulate(program: Program, costs: Costs | None = None, *, rendezvous: bool = False) -> Simulation:
-    """Simulate `program`. [Note: the machine].
+    """Simulate `program` on the machine that the module describes.
 
     Args:
         program: A program with or without messages. It is checked.
@@ -214,7 +214,7 @@ class _Rank:
         self.messages: list[tuple[int, MessageAction]] = []
         """Messages with their positions in `spans`, which are filled in when they have arrived."""
         self.posted: deque[tuple[float, MessageAction]] = deque()
-        """With rendezvous: messages that wait for their turn, and since when."""
+        """Messages that wait for their turn with `rendezvous`, and since when."""
         self.messages_end = 0.0
 
     def add(self, action: Action, start: float, end: float) -> None:
@@ -233,7 +233,7 @@ class _Run:
         self.has_messages = program.has_messages
         self.costs = costs
         self.of_kind: dict[tuple[type, int], float] = {}
-        """(kind of action, stage) -> duration, for actions without a time of their own."""
+        """The duration of actions without a time of their own, by (kind of action, stage)."""
         self.rendezvous = rendezvous
         self.ranks = [_Rank(rank, actions) for rank, actions in enumerate(program.ranks)]
         # (stage, microbatch) -> time

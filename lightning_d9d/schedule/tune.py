@@ -201,7 +201,7 @@ class Auto(Schedule):
         device_memory: float | None = None,
         peak: PeakOfCandidate | None = None,
     ) -> Choice:
-        """Return the fastest of all candidates that fit, by a deterministic search. See [Note: the search].
+        """Return the fastest of all candidates that fit. The search is deterministic; `schedule/tune.py` describes it.
 
         Local. To be certain that all ranks have the same choice, choose on one rank and send the choice to the others.
 

@@ -26,7 +26,7 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """None: not known."""
+    """The dtype; None if it is not known."""
 
     def __str__(self) -> str:
         known = "" if self.dtype is None else f" {str(self.dtype).removeprefix('torch.')}"
@@ -176,7 +176,7 @@ def _alike(name: str, views: Sequence[View], free_dim: int | None) -> View:
 
 
 def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, View]:
-    """Return the sources as views of the views.
+    """Return views that compute the sources from the tensors that `views` compute.
 
     Args:
         views: Whole views without common sources.

@@ -28,15 +28,15 @@ class BatchReport:
 
     def __init__(self, mesh: MeshDomains | None, device: torch.device) -> None:
         self.logs_every_norm = False
-        """Whether the norm of the gradients is logged in every step."""
+        """True if the norm of the gradients is logged in every step."""
         self.norm_groups: Mapping[str, Sequence[nn.Parameter]] = {}
-        """By name, parameters of which the norm of the gradients is logged; some ranks may have none of a group."""
+        """Parameters by the name of a group whose gradient norm is logged; some ranks may have none of a group."""
         self.skipped: Tensor | None = None
         """How many optimizer steps of the fit were left out: int64 on the device. None: no fit has begun."""
         self.weight: Tensor | None = None
-        """Of all batches since `open`, on all ranks: float64. None: losses are means, or nothing has run."""
+        """The weight of all batches since `open`, on all ranks: float64. None: losses are means, or nothing has run."""
         self.rows: Tensor | None = None
-        """What ranks sent last, `[ranks, numbers]` float64 on the device; None: nothing yet."""
+        """The numbers that ranks sent last, `[ranks, numbers]` float64 on the device; None: nothing yet."""
         self.sums: Tensor | None = None
         """The sum over all ranks of what they sent to be added up, float64 on the device; None: nothing."""
         self._mesh = mesh

@@ -27,7 +27,7 @@ class RunSettings:
     mesh: MeshConfig
     """Resolved degrees."""
     parallel: ParallelConfig
-    """With the dtypes that are in effect."""
+    """The configuration with the dtypes that are in effect."""
     grad_sync: GradSyncConfig
     step_in_backward: bool = False
     accumulates_batches: bool = False

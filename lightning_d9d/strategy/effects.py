@@ -125,7 +125,7 @@ NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "D9DStrategy.step_in_backward": _d9d_module,
     "D9DStrategy.replicate_sync": _replicas,
 }
-"""For each such setting a function that returns what is missing, with the remedy; None if nothing is."""
+"""A function for each such setting, which returns what is missing and the remedy; None if nothing is."""
 
 
 def check_effects(settings: Mapping[str, object], defaults: Mapping[str, object], beside: Beside) -> None:

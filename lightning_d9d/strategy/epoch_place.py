@@ -48,7 +48,7 @@ class EpochPlace:
         self._resumed: Mapping[str, Any] | None = None
         self._undo: list[Callable[[], None]] = []
         self._states: list[dict[str, Any]] | None = None
-        """Of the loaders of the last run."""
+        """The states of the loaders of the last run."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EpochPlace:
         """Return this object: there is one for a run, which copies of its Trainer share."""

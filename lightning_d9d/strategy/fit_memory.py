@@ -40,7 +40,7 @@ class Gradients(Protocol):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """This rank's."""
+        """The parameters of this rank."""
         ...
 
     @property
@@ -115,7 +115,7 @@ class FitMemory:
         self._settings = StepSettings(recompute=parallel.recompute, step_in_backward=steps_in_backward)
         self._shape: BatchShape | None = None
         self._step: StepMemory | None = None
-        """As of the last check."""
+        """The memory at the last check."""
         self._has_noted = False
 
     @property

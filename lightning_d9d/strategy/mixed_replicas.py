@@ -44,14 +44,14 @@ class MixedReplicas:
     def __init__(self, config: ReplicaMixing, ranks: JobRanks) -> None:
         self.config = config
         self.mixer: Mixer | None = None
-        """In a fit."""
+        """The mixer during a fit, else None."""
         self._ranks = ranks
         self._mean: ReplicaMean | None = None
         self._model: nn.Module = nn.Module()
         self._tied: Mapping[nn.Parameter, Any] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._trained: set[nn.Parameter] = set()
-        """What is trained, or was in this fit."""
+        """The parameters that are trained, or were in this fit."""
         self._report: ReplicaReport | None = None
         self._saved: Mapping[str, Any] | None = None
 

@@ -66,11 +66,11 @@ class D9DModule(OptimizedModule):
     """If True, `predict` returns the same on every rank. Otherwise ranks without the last stage get None."""
 
     sequence_dims: ClassVar[Mapping[str, int]] = {}
-    """By name, the dim of tokens in the tensors of a batch. Context parallelism shards these tensors, and tensor
+    """The dim of tokens in the tensors of a batch, by name. Context parallelism shards these tensors, and tensor
     parallelism must be able to share them. Microbatch hooks get the tokens of this rank."""
 
     sequence_padding: ClassVar[Mapping[str, int]] = {}
-    """By name, the number that pads sequences with `ParallelConfig.pad_sequences`; 0 for other names. Padding must not
+    """The number that pads sequences with `ParallelConfig.pad_sequences`, by name; 0 for other names. Padding must not
     count: give labels the number that the loss ignores."""
 
     prediction_dim: int | None = None
@@ -95,13 +95,13 @@ class D9DModule(OptimizedModule):
         self.run_context: RunContext | None = None
         """The strategy's; None outside of a run and under Lightning's own strategies."""
         self.evaluation: Evaluation | None = None
-        """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
+        """The function by which `D9DStrategy` runs batches of validation, test and prediction, during a run."""
         self.peft: PeftMethod | None = None  # set by `set_peft`; None trains all parameters
         self.has_adapters = False  # as `lightning_d9d.peft.inject.BuildsStages` says
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False
-        """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
+        """True from the time that stages are built until `load_pretrained` has been called, or need not be."""
         self._step_hook: RemovableHandle | None = None
         self.register_state_dict_post_hook(drop_stage_prefix)
         self.register_load_state_dict_pre_hook(add_stage_prefix)

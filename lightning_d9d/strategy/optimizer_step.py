@@ -45,7 +45,7 @@ class OptimizerStep:
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._has_stepped = False
         self.empty = EmptyBatches(device)
-        """Where nothing counted, which is why steps are skipped."""
+        """A flag for steps that are skipped because nothing counted."""
 
     def __call__(self, optimizer: Optimizer, skip: Tensor | None, factor: Tensor | None = None, **kwargs: Any) -> None:
         """Call `optimizer.step(**kwargs)` unless `skip`.

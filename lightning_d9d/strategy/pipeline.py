@@ -66,7 +66,7 @@ class Pipeline:
         self.group: dist.ProcessGroup | None = None
         """The ranks of this pipeline; None where it is one."""
         self.tokens = TokenShard.of(mesh)
-        """What this rank has of the sequences of a batch."""
+        """The part of the sequences of a batch that this rank has."""
         self.token_group: dist.ProcessGroup | None = None
         """The ranks of the stage over which tokens are split; None for one process."""
         self.batch_group: dist.ProcessGroup | None = None
@@ -75,7 +75,7 @@ class Pipeline:
         """The ranks that read the same batches; None where it is one."""
         self.messages: Messages | None = None
         self.batch_report = BatchReport(mesh, device)
-        """What a fit tells of its batches beside loss and metrics, to whoever watches it."""
+        """The facts about the batches of a fit beside loss and metrics, for whoever watches it."""
         if mesh is not None:
             sizes = mesh.sizes
             is_whole = sizes[Axis.DP] * sizes[Axis.CP] == mesh.config.world_size

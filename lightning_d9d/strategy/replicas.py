@@ -30,7 +30,7 @@ class Replicas:
         self._buffers_are_stale = False
 
     def make_equal(self) -> None:
-        """Overwrite parameters and buffers by those of the first replica. Collective."""
+        """Overwrite parameters and buffers with those of the first replica. Collective."""
         tensors = [*self.module.parameters(), *shared_buffers(self.module)]
         self._broadcast(tensors)
         make_replicas_equal(tensors)
@@ -40,7 +40,7 @@ class Replicas:
         self._buffers_are_stale = self._has_buffers
 
     def sync_buffers(self) -> None:
-        """Overwrite buffers by rank 0's if a step was taken, as in DDP. Collective."""
+        """Overwrite buffers with those of rank 0 if a step was taken, as in DDP. Collective."""
         if self._buffers_are_stale:
             self._broadcast(shared_buffers(self.module))  # of now: a module may have assigned a new tensor
             self._buffers_are_stale = False

@@ -35,7 +35,7 @@ class RunState:
     """True if a checkpoint is a directory."""
     optimizers: Sequence[Optimizer] = ()
     scheduled: Sequence[int | None] = ()
-    """For each scheduler, the index of its optimizer."""
+    """The index of the optimizer of each scheduler."""
     order_of_pipeline: Callable[[], Sequence[str]] = list
     """Returns the names of all stages' parameters, in the order of one process that has all of them; used in a
     pipeline."""

@@ -62,7 +62,7 @@ class CheckpointConfig:
     """Leave frozen parameters out; buffers and trained parameters are saved.
 
     A resumed run needs their base: the same `pretrained`, or the seed of initial weights, which the checkpoint names.
-    See [Note: base] in `lightning_d9d.strategy.trained_only`."""
+    `strategy/trained_only.py` describes it."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

@@ -102,7 +102,7 @@ class StagedTraining(Training):
         self._module.log("grad_norm", self._norm, batch_size=1)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure first, because the schedule runs once. Then step, or skip."""
+        """Run the closure first, because the schedule runs once. Then the optimizer steps, or skips the step."""
         result = closure()
         if self.is_idle:
             self._train_step.leave_out()

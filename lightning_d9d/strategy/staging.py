@@ -82,7 +82,7 @@ class Staging:
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
         self.pipeline: Pipeline | None = None
         self.choice: Choice | None = None
-        """What `Auto` chose, for this run or the one before."""
+        """The choice of `Auto`, for this run or the one before."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Staging:
         """Return this object: groups of ranks belong to one run, and copies of its Trainer share them."""

@@ -58,7 +58,7 @@ class StepInBackward:
         self.max_value: float | None = None
         """Elements of gradients are at most so far from 0; None: they are not clipped."""
         self.skip: Tensor | None = None
-        """Whether the step is left out, a bool on the device. None: it never is."""
+        """True if the step is left out, a bool on the device."""
         self.decision: Tensor | None = None
         """The same on the host, if the optimizer cannot look on the device."""
         self._optimizer = optimizer

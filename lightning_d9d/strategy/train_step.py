@@ -105,9 +105,9 @@ class TrainStep:
         num_ranks = 1 if self.group is None or divides_means else dist.get_world_size(self.group)
         self.window = Window(self.parameters, num_ranks)
         self.defers = False
-        """Whether division and clipping are left to the optimizer. [Note: one factor]."""
+        """True if division and clipping are left to the optimizer. [Note: one factor]."""
         self.factor: Tensor | None = None
-        """What gradients are still to be multiplied by: float32 on the device. None: nothing."""
+        """The factor by which gradients are still to be multiplied: float32 on the device. None: no factor."""
         self.pipeline.batch_report.skipped = optimizer_step.skipped
         self._reports = Reports("train", self.pipeline, self.group)
 

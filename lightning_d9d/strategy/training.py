@@ -78,11 +78,11 @@ class Training(ABC):
         self.settings = BatchSettings()
         """The settings of the batch that is trained on."""
         self.is_last_batch = True
-        """Whether the optimizer steps after this batch: gradients are summed over ranks then."""
+        """True if the optimizer steps after this batch: gradients are summed over ranks then."""
         self.window_is_open = False
-        """Whether there are gradients of batches for which no step was taken."""
+        """True if there are gradients of batches for which no step was taken."""
         self.is_idle = False
-        """Whether only other replicas have data for the batches of the window: no step is taken."""
+        """True if only other replicas have data for the batches of the window: no step is taken."""
         self._norm: Tensor | None = None
         """The norm of the gradients before they were clipped."""
         self.last_norm: Tensor | None = None

@@ -1,6 +1,6 @@
 """Histograms of tensors that ranks share, with the same bins on all ranks.
 
-[Note: bins] Borders are plus and minus 1e-12 * 1.2**k, up to 1e6. So bins of values of any size are a fifth of them
+Borders of bins are plus and minus 1e-12 * 1.2**k, up to 1e6. So bins of values of any size are a fifth of them
 wide, and ranks need not know the extremes of others. The bin in the middle has values closer to 0. NaN and infinite
 values are not in any bin.
 """
@@ -28,7 +28,7 @@ _CHUNK = 1 << 22
 
 
 def bin_counts(values: Tensor) -> Tensor:
-    """Count values by bins: int64 `[len(BORDERS) + 1]`. [Note: bins]. Local; the host waits.
+    """Count values by bins: int64 `[len(BORDERS) + 1]`. `BORDERS` are the borders of the bins. Local; the host waits.
 
     Args:
         values: Floating-point values of any shape.
@@ -69,8 +69,8 @@ def summed_counts(counts: Mapping[str, Tensor], groups: Sequence[dist.ProcessGro
     """Return sums of counts over the ranks of all groups, on the host. Collective over each.
 
     Args:
-        counts: By name, int64 `[len(BORDERS) + 1]`; the same names on all ranks.
-        groups: Axes of a mesh, of which each rank has another coordinate.
+        counts: Counts by name, int64 `[len(BORDERS) + 1]`; the same names on all ranks.
+        groups: Groups of the axes of a mesh along which ranks are summed.
     """
     if not counts:
         return {}

@@ -158,7 +158,7 @@ def machine(device_type: str) -> dict[str, Any]:
 
 
 def verdicts(result: dict[str, Any]) -> list[str | None]:
-    """Of all targets of a case."""
+    """Return the verdicts of all targets of a case."""
     kinds = [values[kind] for values in result["contenders"].values() for kind in ("ratio", "pair") if kind in values]
     return [kind.get("verdict") for kind in kinds]
 

@@ -25,9 +25,9 @@ from tests.benchmarks.frame import Case, Contender
 
 PEER = "frozen"
 RANKS = {2: 1.15, 16: 1.25}
-"""With the most time, as a ratio to the frozen one."""
+"""The most time that adapters of each rank may take, as a ratio to the frozen model's."""
 KERNELS = 30
-"""Of a profile: those that take longest."""
+"""The number of kernels of a profile that are listed, those that take longest."""
 
 
 @dataclass(frozen=True, kw_only=True)

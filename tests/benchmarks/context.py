@@ -32,7 +32,7 @@ WORK = Work(
 
 
 def ways(work: Work) -> dict[str, Way]:
-    """Those of the contenders: all ranks share a sequence, in each kind that there are heads for."""
+    """Return the ways of the contenders: all ranks share a sequence, in each kind that there are heads for."""
     num_ranks, heads = work.num_ranks, work.config.num_key_value_heads
     copies = MeshConfig(data_parallel_replicate=num_ranks, expert_parallel=num_ranks)
     parts = MeshConfig(context_parallel_replicate=num_ranks, expert_parallel=num_ranks)

@@ -32,7 +32,7 @@ _ROUNDS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of one rank."""
+    """The work of one rank."""
 
     tokens: int = 16_384
     hidden: int = 2048
@@ -61,7 +61,7 @@ class Exchanges:
         self.output = self.x.detach()
 
     def run(self, steps: int) -> None:
-        """As often as that."""
+        """Run this number of steps."""
         for _ in range(steps):
             tokens = self.dispatch.dispatch(self.x, self.indices, self.weights)
             results = tokens.x * tokens.weights.unsqueeze(1).to(tokens.x.dtype)

@@ -44,7 +44,7 @@ __all__ = ["cases", "run_case", "table"]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
-"""Of experts, in transformers."""
+"""The implementations of experts in transformers."""
 RANK = 16
 EIGHT_BITS = ("torchao", "bitsandbytes")
 """Packages with an AdamW for transformers whose states are in eight bits."""
@@ -53,7 +53,7 @@ LEAST_OF_WHOLE = 1.3
 LEAST_OF_PEER = 1.5
 """Tokens/s of ours with adapters of attention and experts, of the best peer's, whatever that adapts."""
 MOST_SECONDS = 150
-"""Of a contender: start, warm-up and all steps."""
+"""The most time of a contender: start, warm-up and all steps."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Unsloth(TransformersLoop):
         super().__init__(work, network, AdamW(_trained(network), lr=0.0, fused=device.type == "cuda"), device)
 
     def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Its loss shifts labels by itself, so each row has one label less."""
+        """Return the model's own loss. It shifts labels by itself, so each row has one label less."""
         ids, labels = batch["input_ids"], batch["labels"]
         return self.network(ids, labels=torch.cat([ids[:, :1], labels[:, :-1]], dim=1)).loss
 

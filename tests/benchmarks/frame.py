@@ -25,7 +25,7 @@ from torch import multiprocessing
 CONFIDENCE = 0.95
 QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 MIN_STEP_SECONDS = 0.1
-"""Of cases that name no other: shorter steps say little of the overhead of a large model."""
+"""The least time of a step of cases that name no other. Shorter steps say little of the overhead of a large model."""
 LOSS_TOLERANCE = 0.01
 """Relative; contenders whose losses after the warm-up differ by more do not do the same work."""
 

@@ -279,7 +279,7 @@ def table(result: dict[str, Any], device_type: str) -> str:
 
 
 def verdicts(result: dict[str, Any]) -> list[str | None]:
-    """Of all targets of a case."""
+    """Return the verdicts of all targets of a case."""
     return [*ops.verdicts(result)] if "passes" in result else main.verdicts(result)
 
 

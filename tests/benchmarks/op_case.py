@@ -25,7 +25,7 @@ class Sizes:
     batch: int = 4
     seq: int = 4096
     documents: int = 4
-    """In a row, equally long."""
+    """The number of documents in a row, equally long."""
     hidden: int = 2048
     heads: int = 32
     kv_heads: int = 4
@@ -33,26 +33,26 @@ class Sizes:
     experts: int = 128
     top_k: int = 8
     width: int = 768
-    """Of an expert."""
+    """The width of an expert."""
     vocab: int = 151_936
     layers: int = 8
-    """Whose weights AdamW updates: 5.0 B."""
+    """The number of layers whose weights AdamW updates: 5.0 B parameters."""
     rounded: int = 2**26
     """Elements of `round_stochastic_`."""
     dtype: torch.dtype = torch.bfloat16
 
     def scaled(self, factor: float) -> Sizes:
-        """With as many times the tokens, layers and elements."""
+        """Return sizes with as many times the tokens, layers and elements."""
         counts = {name: max(1, int(factor * getattr(self, name))) for name in ("batch", "layers", "rounded")}
         return dataclasses.replace(self, **counts)
 
     @property
     def tokens(self) -> int:
-        """Of all rows."""
+        """The tokens of all rows."""
         return self.batch * self.seq
 
     def bytes(self, *shape: int) -> int:
-        """Of a tensor."""
+        """Return the bytes of a tensor of this shape."""
         return math.prod(shape) * self.dtype.itemsize
 
 
@@ -119,19 +119,19 @@ class OpCase:
 
     name: str
     op: str = ""
-    """By which it is chosen; the name, but for what follows a comma."""
+    """The name by which the op is chosen: that of the case, up to a comma."""
     scale: float = 1.0
-    """Of the shape."""
+    """The factor on the sizes."""
     dtype: torch.dtype = torch.bfloat16
-    """Of inputs that have no other."""
+    """The dtype of inputs that have no other."""
     inputs: Callable[[Inputs], dict[str, Any]]
     """Arguments of a call."""
     ours: Callable[..., Any]
     kernels: Kernels = "triton"
-    """With which ours runs; all others run with torch's."""
+    """The kernels of our op; all other contenders run with torch's."""
     peers: Mapping[str, Callable[..., Any]]
     work: Mapping[str, Work]
-    """Of each pass that is measured: "forward", "backward" and "both", one after the other."""
+    """The work of each measured pass: "forward", "backward" and "both", one after the other."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Peer -> the largest ratio of our time to its, where it is no peer but a ceiling."""
     most_extra: int | None = None
@@ -155,7 +155,7 @@ def forward_backward(forward: Work, backward: Work) -> dict[str, Work]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For the sizes of its first call, as the other contenders know them, too."""
+    """Compile a function for the sizes of its first call, which the other contenders know, too."""
     return torch.compile(function, dynamic=False)
 
 

@@ -54,7 +54,7 @@ LEAST_ATTENTION = {"forward": 610e12, "backward": 427e12}
 
 
 def op_cases(sizes: Sizes) -> list[OpCase]:
-    """Of all ops."""
+    """Return the cases of all ops."""
     tokens, dim, heads, kv_heads = sizes.tokens, sizes.hidden, sizes.heads, sizes.kv_heads
     cases = [
         _rms_norm("rms_norm", sizes, tokens, dim),
@@ -329,7 +329,7 @@ def _grouped_gemm(name: str, sizes: Sizes, in_features: int, out_features: int) 
 
 
 def _queries(sizes: Sizes, make: Inputs) -> dict[str, Any]:
-    """As projections leave them: the heads of a token side by side."""
+    """Return queries, keys and values as projections leave them: the heads of a token side by side."""
     names = {"q": sizes.heads, "k": sizes.kv_heads, "v": sizes.kv_heads}
     return {
         name: make.fixed(sizes.batch, sizes.seq, heads, sizes.head_dim).transpose(1, 2).requires_grad_()

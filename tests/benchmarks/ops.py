@@ -29,7 +29,8 @@ from tests.benchmarks.op_cases import op_cases
 
 OURS = "ours"
 LEAST_SHARE = 0.85
-"""Of the copy bandwidth, for ops that move at least `LEAST_BYTES`; others mostly wait, for launches and each other."""
+"""The least share of the copy bandwidth, for ops that move at least `LEAST_BYTES`. Other ops mostly wait, for launches
+and for each other."""
 LEAST_BYTES = 64 * 10**6
 MOST_OF_PEERS = 1.01
 """Our time over that of any peer. Contenders that run the same kernels have differed by up to 0.5 %."""
@@ -40,17 +41,18 @@ SPREAD_BYTES = 256 * 10**6
 MOST_SETS = 32
 BLOCK_SECONDS = 1e-3
 MOST_CALLS = 64
-"""Of a block."""
+"""The most calls of a block."""
 LEAST_ROUNDS = 6
-"""The fewest whose extremes hold the median with 95 %."""
+"""The fewest rounds whose extremes enclose the median with a confidence of 95 %."""
 SECONDS = 1.0
-"""That a contender may take for a pass, unless its fewest rounds take longer."""
+"""The time of a contender's pass, unless its fewest rounds take longer."""
 
 
 def cases(
     device_type: str, quick: bool, ops: Sequence[str] | None = None, sizes: Sequence[float] | None = None
 ) -> list[OpCase]:
-    """Of the ops chosen, at so many times the shape of Qwen3-30B-A3B. On a CPU there are tiny ones only."""
+    """Return the cases of the chosen ops, at each of these factors on the shape of Qwen3-30B-A3B. On a CPU they are
+    tiny."""
     shape, scales = (QUICK, [1.0]) if quick or device_type == "cpu" else (Sizes(), sizes or [1.0])
     chosen = [replace(case, scale=scale) for scale in scales for case in op_cases(shape.scaled(scale))]
     if unknown := set(ops or ()) - {case.op for case in chosen}:
@@ -75,9 +77,9 @@ class Contender:
         self.inputs, self.generator = inputs, generator
         self.trained = [[t for t in tensors(arguments) if t.requires_grad] for arguments in inputs]
         self.results: list[list[Tensor]] = []
-        """Of each set, with what the backward needs."""
+        """The results of each set, with what the backward needs."""
         self.gradients: list[list[Tensor]] = []
-        """Of these."""
+        """The gradients of these results."""
 
     def prepare(self, index: int) -> list[Tensor]:
         """The first call of a set. Returns results and gradients of inputs, if these get any."""
@@ -103,14 +105,14 @@ class Contender:
         return [*results, *torch.autograd.grad(differentiable, self.trained[index], self.gradients[index])]
 
     def _gradient(self, result: Tensor) -> Tensor:
-        """As the inputs, the same for all contenders; of a loss it is 1."""
+        """Return a gradient like the inputs, the same for all contenders; for a loss it is 1."""
         if result.dim() == 0:
             return torch.ones_like(result)
         return torch.empty_like(result).normal_(generator=self.generator)
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Those that are floating, of whatever is made of tensors."""
+    """Return the floating tensors in a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
@@ -135,7 +137,7 @@ def run_case(case: OpCase, device_type: str) -> dict[str, Any]:
 
 
 def _measured(case: OpCase, device: torch.device) -> dict[str, dict[str, dict[str, Any]]]:
-    """By pass and contender the seconds of a call in each round, or why there are none."""
+    """Measure each pass of each contender: return the seconds of a call in each round, or why there are none."""
     num_sets = _num_sets(case, device)
     names = [OURS, *(name for name in case.peers if device.type == "cuda" or name not in ON_CUDA)]
     measured: dict[str, dict[str, dict[str, Any]]] = {each: {name: {} for name in names} for each in case.work}
@@ -331,7 +333,7 @@ def _judged(
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
-    """Of all targets of a case."""
+    """Return the verdicts of all targets of a case."""
     return [target["verdict"] for of_pass in result["passes"].values() for target in of_pass["targets"]]
 
 

@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 
     optimizer: Callable[..., Optimizer]
     precision: str
-    """On a GPU."""
+    """The precision on a GPU."""
     in_backward: bool = False
 
 
@@ -72,7 +72,7 @@ OF_100M = replace(
     moe_intermediate_size=384,
 )
 OF_1B = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=10, num_experts=16, vocab_size=OF_100M.vocab_size)
-"""Of the full width."""
+"""A model of the full width."""
 SMALL = replace(
     Qwen3MoeConfig.preset("tiny"),
     hidden_size=32,
@@ -102,7 +102,7 @@ class LossCase:
     jobs: int = 1
     """Runs at a time, each in a process of its own."""
     num_processes: int = 1
-    """Of a run."""
+    """The number of processes of a run."""
 
 
 WIDE = LossCase(
@@ -266,7 +266,7 @@ def over_peer(result: Mapping[str, Any], kind: str) -> list[float]:
 
 
 def verdicts(result: Mapping[str, Any]) -> list[str]:
-    """Of each kind but the peer."""
+    """Return the verdict of each kind except the peer."""
     if PEER not in result["losses"]:
         return []
     found = []

@@ -32,12 +32,12 @@ WORK = Work(
     num_rows=4,
     sequence_length=4096,
 )
-"""With all layers of `30b-a3b`, of which as many are taken as fit, and 8192 ids: the head computes as much as a third
-of a layer."""
+"""The work of all layers of `30b-a3b`, or of as many as fit, with 8192 ids: the head computes as much as a third of a
+layer."""
 
 
 def ways(num_ranks: int) -> dict[str, Way]:
-    """Those of the contenders."""
+    """Return the ways of the contenders."""
     copies = {"data_parallel_replicate": num_ranks}
     shards = {"data_parallel_shard": num_ranks}
     degrees = {PEER: copies, "ep": copies | {"expert_parallel": num_ranks}}

@@ -52,13 +52,14 @@ _SPLIT = {
     "zero_bubble_v": "ScheduleZBVZeroBubble",
     "dual_pipe_v": "ScheduleDualPipeV",
 }
-"""Before 2.13 torch cannot split a backward through Python's autograd functions, and so not that of our operators: it
-keeps Python's side of their nodes alone, which outlives the graph, and asks it for what the graph knows."""
+"""Schedules that split backwards. Before 2.13 torch cannot split a backward through Python's autograd functions, which
+our operators have. It keeps only the Python object of a node, which outlives the graph, and asks it for facts that only
+the graph knows."""
 TORCH = _WHOLE | (_SPLIT if Version(torch.__version__) >= Version("2.13") else {})
 """Our schedules and torch's that run the same program (GPipe's backwards in another order)."""
 DEFAULT = ("1f1b", "interleaved_1f1b", *_SPLIT)
 COMPILED = "+compile"
-"""Behind the name of a schedule: its layers are compiled, so their backwards are not split."""
+"""The end of a schedule's name whose layers are compiled, so their backwards are not split."""
 FASTER_THAN_1F1B = ("zero_bubble_v", "dual_pipe_v")
 _DEVIATION = 0.02
 
@@ -148,11 +149,11 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """In a batch."""
+        """The number of tokens in a batch."""
         return self.num_microbatches * self.sequence_length
 
     def conditions(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the conditions for the report."""
         return {
             "parameters": self.config.num_parameters,
             "layers": self.config.num_hidden_layers,
@@ -220,7 +221,7 @@ class Ours:
             self.totals = self.train(self.program.ranks[self.pipeline.rank])
 
     def train(self, actions: Sequence[Any]) -> BatchTotals:
-        """This rank's actions, adding to gradients."""
+        """Run this rank's actions, which add to gradients."""
         return self.executor.train(actions, self.cut, LossScale(of_sum=1 / self.work.num_tokens))
 
     def loss(self) -> float:
@@ -232,7 +233,7 @@ class Ours:
 
 
 class Hooks:
-    """As `Qwen3MoePretraining`'s, with weights that are known."""
+    """The hooks of `Qwen3MoePretraining`, with known weights."""
 
     def __init__(self, device: torch.device) -> None:
         self.weight = torch.ones((), device=device)
@@ -286,7 +287,8 @@ class Torchs:
 
 class _Stage(pipelining.PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """None: ranks are connected. Of torch 2.11's own, gloo cannot send those to oneself at the turn of a V."""
+        """Return no messages, because ranks are connected. Torch 2.11 has one to the own rank at the turn of a V, which
+        gloo cannot send."""
         return []
 
 

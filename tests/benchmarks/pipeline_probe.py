@@ -128,7 +128,7 @@ class _MemoryProbe:
 
 
 def _predicted_bytes(ours: Ours) -> list[int]:
-    """For each rank, from one microbatch at a time."""
+    """Predict the bytes of each rank from those of one microbatch at a time."""
     probe: Any = _MemoryProbe(ours.device)
     ours.executor.observer = probe
     _clear(ours)
@@ -182,7 +182,8 @@ class _Sent:
 
 
 class _Nothing(nn.Module):
-    """In place of a stage's module: computes nothing, but has its parameters, and its input has a gradient at once."""
+    """A replacement of a stage's module. It has its parameters, computes nothing, and gives its input a gradient at
+    once."""
 
     def __init__(self, module: nn.Module, output: Any, gradient: Tensor) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ def _count_messages(contender: Any) -> int:
 
 
 def host_syncs(contender: Contender) -> list[str]:
-    """Where; "error" in place of "warn" would leave the other ranks waiting."""
+    """Return the places where the host waits. Errors in place of warnings would leave the other ranks waiting."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -28,7 +28,7 @@ import yaml
 LIST = Path(__file__).with_name("plan_runs.yaml")
 ROOT = Path(__file__).parents[2]
 _SECONDS = 100
-"""That a run has, from its start."""
+"""The time limit of a run, from its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class Run:
     gpus: int = 1
     preset: str = "30b-a3b"
     layers: int | None = None
-    """None: all of the preset's."""
+    """The number of layers; None for all of the preset's."""
     experts: int | None = None
     vocabulary: int | None = None
     rows: int = 4
-    """Of a batch, of ranks with one share of the data."""
+    """The rows of a batch, of ranks with one share of the data."""
     tokens: int = 4096
     microbatches: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class RunCase:
 
 
 def cases(device_type: str, quick: bool, gpus: int = 1) -> list[RunCase]:
-    """Those that take so many GPUs; on a CPU, or quick, the first of them with a tiny model."""
+    """Return the cases that take so many GPUs. On a CPU, or quick, these are the first ones, with a tiny model."""
     runs = [run for run in listed() if run.gpus == gpus]
     return [RunCase(run, quick or device_type == "cpu") for run in (runs[:1] if quick else runs)]
 

@@ -35,7 +35,7 @@ from tests.harness.recorder import Recorder
 from tests.harness.records import KINDS, read, sent_bytes
 
 STEPS, FIRST_STEPS = 11, 4
-"""Of a fit, and those that are not timed; three more at the end are looked at in other ways."""
+"""The steps of a fit, and the first ones, which are not timed. Three more at the end are measured in other ways."""
 _SHOWN = 40
 
 

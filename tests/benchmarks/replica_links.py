@@ -35,7 +35,7 @@ WAYS = (PEER, "one_peer_exp", "alternating_exp_ring")
 NUM_LAYERS = 8
 FIRST_STEPS = 3
 CHANGING = "changing"
-"""In place of a rate: the link of the last node has one rate or another in turn."""
+"""The value in place of a rate for a link of the last node that has two rates in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,10 @@ class LinksCase:
     rates: tuple[int, ...] = (400, 200, 100, 50)
     """Mbit/s of each link."""
     changing: tuple[int, int] = (200, 50)
-    """Of the last node, in turn; the others have the first."""
+    """The two rates of the last node's link, in turn; the other links have the first."""
     changing_seconds: float = 2.0
     steps: int = 12
-    """That are timed; of a changing link four times as many."""
+    """The number of timed steps; four times as many with a changing link."""
 
 
 def cases(device_type: str, quick: bool) -> list[LinksCase]:
@@ -238,7 +238,7 @@ def predicted_seconds(case: LinksCase, name: str, mbit: int, beside: float) -> f
 
 
 def verdicts(result: Mapping[str, Any]) -> list[str]:
-    """At each rate: whether mixing is faster than all-reduce."""
+    """Return a verdict for each rate: whether mixing is faster than all-reduce."""
     limited = [of_ways for rate, of_ways in result["rates"].items() if rate != "None"]
     return ["met" if of_ways["one_peer_exp"]["seconds"] < of_ways[PEER]["seconds"] else "missed" for of_ways in limited]
 

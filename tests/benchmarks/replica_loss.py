@@ -48,14 +48,14 @@ class ReplicaLossCase:
     config: Qwen3MoeConfig = OF_150K
     steps: int = 500
     rows: int = 16
-    """Of a replica in a step."""
+    """The rows of a replica in a step."""
     warmup: float = 0.2
     """The share of the steps in which the rate rises: with 0.05 decentralised replicas end several percent higher."""
     length: int = 128
     rates: tuple[float, ...] = (6e-3, 1.2e-2, 2.4e-2)
     num_validations: int = 5
     validation_batches: int = 16
-    """Of a replica."""
+    """The validation batches of a replica."""
 
 
 def cases(
@@ -136,7 +136,7 @@ def over_peer(result: Mapping[str, Any], name: str) -> float:
 
 
 def verdicts(result: Mapping[str, Any]) -> list[str]:
-    """Of each way but the peer."""
+    """Return the verdict of each way except the peer."""
     return ["met" if over_peer(result, name) <= MOST else "missed" for name in result["curves"] if name != PEER]
 
 

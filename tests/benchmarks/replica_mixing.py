@@ -94,13 +94,13 @@ def sent(work: Work, contenders: Mapping[str, Contender], device: torch.device) 
 
 
 def verdicts(result: Mapping[str, Any]) -> list[str | None]:
-    """Of the time and of the bytes."""
+    """Return the verdicts on the time and on the bytes."""
     values = result["contenders"][MIXED]
     return [values["ratio"].get("verdict"), "met" if values["sent_bytes"] == values["account_bytes"] else "missed"]
 
 
 def table(result: Mapping[str, Any], device_type: str) -> str:
-    """That of the frame, with what is sent."""
+    """Return the table of the frame, with the bytes that are sent."""
     from tests.benchmarks.__main__ import table as table_of
 
     lines = [table_of(dict(result), device_type), "", "| | bytes that a rank sends a step | account |", "|---|---|---|"]

@@ -25,7 +25,7 @@ from tests.harness import warm
 from tests.loop.test_launchers import free_port
 
 NEW_NETWORK = 0x40000000
-"""Of `setns(2)`."""
+"""The flag of `setns(2)` for a new network namespace."""
 
 
 @dataclass(frozen=True)

@@ -131,12 +131,13 @@ def predicted(case: StopCase, name: str) -> list[float]:
 
 
 def largest(result: Mapping[str, Any], name: str) -> list[float]:
-    """By replica, how late it was when all rounds had come once: the median of the last three steps."""
+    """Return how late each replica was when all rounds had come once: the median of the last three steps."""
     return [statistics.median(steps[-3:]) for steps in result["late"][name]]
 
 
 def verdicts(result: Mapping[str, Any]) -> list[str]:
-    """Of the ring: whether replicas that are no neighbours are late by less than a fifth of the stop."""
+    """Return the verdicts on the ring: replicas that are no neighbours must be late by less than a fifth of the
+    stop."""
     size, limit = len(result["late"]["ring"]), result["stopped_seconds"] / 5
     far = [
         seconds

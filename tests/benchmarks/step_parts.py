@@ -83,7 +83,7 @@ def ideals(config: Qwen3MoeConfig, num_rows: int, sequence_length: int) -> dict[
         return _time(lambda: op(*leaves)) + backward
 
     def grouped(inputs: int, outputs: int) -> float:
-        """Of experts that get tokens by chance."""
+        """Return the seconds of experts that get tokens by chance."""
         chosen = torch.rand(tokens, experts, device=device).topk(top_k).indices
         offsets = torch.bincount(chosen.flatten(), minlength=experts).cumsum(0).int()
         x, weight = make(rows, inputs), make(experts, outputs, inputs)

@@ -96,7 +96,7 @@ def cases(device_type: str, quick: bool) -> list[Case]:
 
 
 def watched_cases(work: Work, device_type: str, quick: bool, sums: Literal["auto", "bfloat16"]) -> list[Case]:
-    """With callbacks that watch the run against the same without; targets are for a GPU.
+    """Return cases that compare a run with watching callbacks to the same run without them. Targets are for a GPU.
 
     Args:
         work: For all.
@@ -161,7 +161,7 @@ class Work:
         return DataLoader(tokens, batch_size=self.batch_size, pin_memory=device.type == "cuda")
 
     def conditions(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the conditions for the report."""
         return {
             "parameters": self.config.num_parameters,
             "layers": self.config.num_hidden_layers,

@@ -22,7 +22,7 @@ from tests.benchmarks.frame import Case, Contender
 
 PLAIN, OURS, VERIFIED = "safetensors", "load_tensors", "load_tensors, checksums"
 SHAPE = (1024, 4096)
-"""Of each tensor, 8 MB in bfloat16."""
+"""The shape of each tensor, 8 MB in bfloat16."""
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 

@@ -24,7 +24,7 @@ from lightning_d9d.state import Concatenate, Parallel, Spec, load_tensors, save_
 
 PARTS, ROWS, WIDTH = 4, 512, 4096
 GROUP_BYTES = PARTS * ROWS * WIDTH * 2
-"""Of a tensor, 17 MB: in memory one, in the files four."""
+"""The bytes of one tensor in memory, 17 MB, which is four tensors in the files."""
 ALLOWED_BYTES = 200 * 10**6
 
 

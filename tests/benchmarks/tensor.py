@@ -54,7 +54,7 @@ WHOLE, CUT = "whole", "cut"
 
 
 def ways(num_ranks: int) -> dict[str, Way]:
-    """Those of the contenders: two tensor ranks, and all."""
+    """Return the ways of the contenders: two tensor ranks, and all."""
 
     def way(tp: int) -> Way:
         return Way(MeshConfig(data_parallel_replicate=num_ranks // tp, tensor_parallel=tp, expert_parallel=num_ranks))
@@ -148,10 +148,10 @@ class Heads:
         self.labels = torch.cat(labels, dim=1)
         self.last_loss: Tensor | None = None
         self.memory: dict[str, int] | None = None
-        """Of the warm-up."""
+        """The memory of the warm-up."""
 
     def _tokens(self, ranks: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each rank hidden states, and labels."""
+        """Make hidden states and labels for each rank."""
         for rank in ranks:
             generator = torch.Generator(self.device).manual_seed(rank)
             ids = torch.randint(

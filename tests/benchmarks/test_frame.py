@@ -140,7 +140,7 @@ def test_machine_is_described():
 
 
 def test_contenders_of_strategy_overhead_train_alike():
-    """Also that a fit stands still after the steps it was asked for: the loss of another batch would differ."""
+    """A fit must also stop after the steps that it was asked for: the loss of another batch would differ."""
     case = cases("cpu", quick=True)[0]
     losses = [values["warmup_loss"] for values in measure(case, CPU).values()]
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)

@@ -1,4 +1,4 @@
-"""That both ways to build the meshes build the same ones."""
+"""Both ways to build the meshes must build the same ones."""
 
 from __future__ import annotations
 

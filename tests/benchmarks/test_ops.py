@@ -32,7 +32,7 @@ def test_a_contender_with_other_results_is_told() -> None:
 
 
 def test_limits() -> None:
-    """Of an op that moves 400 MB, which takes 100 us at the ceiling."""
+    """The op moves 400 MB, which takes 100 us at the ceiling."""
     case = replace(op_cases(QUICK)[0], work={"forward": Work(400_000_000)}, limits={"ceiling": 1.2}, most_extra=5)
     seconds = {OURS: 110e-6, "faster": 100e-6, "equal": 110e-6, "ceiling": 100e-6}
     measured = {name: {"seconds": [each] * 8, "extra_bytes": 6} for name, each in seconds.items()}
@@ -51,7 +51,7 @@ def test_limits() -> None:
 
 
 def test_sizes_of_the_shape() -> None:
-    """At the 30b-a3b shape and twice that."""
+    """The sizes are those of the 30b-a3b shape and twice that."""
     for scale in (1.0, 2.0):
         of_op = {case.name: case.work for case in op_cases(Sizes().scaled(scale))}
         assert of_op["rms_norm"]["backward"].bytes == scale * 3 * 16_384 * 2048 * 2

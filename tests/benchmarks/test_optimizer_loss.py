@@ -61,7 +61,7 @@ def test_cases_by_device_and_options() -> None:
 
 
 def write_to(directory: str) -> None:
-    """In a process of the pool, which is a fork that has made its imports."""
+    """Write the results in a process of the pool, which is a fork that has made its imports."""
     os.environ["OUT"] = directory
 
 

@@ -1,4 +1,4 @@
-"""That the contenders of `parallel` do the same work, and as many layers as fit."""
+"""The contenders of `parallel` must do the same work, with as many layers as fit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_is_measured(rank: RankContext) -> None:
 
 
 def test_as_many_layers_as_fit() -> None:
-    """Of 150 GB: five layers on two GPUs, where a copy takes a fifth of it, and seven on eight."""
+    """With 150 GB, five layers fit on two GPUs, where a copy takes a fifth of it, and seven on eight."""
     for num_ranks, num_layers in ((2, 5), (8, 7)):
         of_ranks = ways(num_ranks)
         work = fitting_into(150 * 10**9, replace(WORK, num_ranks=num_ranks), of_ranks.values())

@@ -1,4 +1,4 @@
-"""That the contenders of `pipeline` do the same work, and what is measured of them."""
+"""The contenders of `pipeline` must do the same work; their measurements are checked, too."""
 
 from __future__ import annotations
 

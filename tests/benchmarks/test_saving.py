@@ -1,4 +1,4 @@
-"""That both kinds of saves leave the same checkpoint."""
+"""Both kinds of saves must leave the same checkpoint."""
 
 from __future__ import annotations
 

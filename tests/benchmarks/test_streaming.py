@@ -1,4 +1,4 @@
-"""That what is compared reads the same values, and what a model of 200 MB needs besides its own memory."""
+"""Contenders must read the same values. The memory that a model of 200 MB needs besides its own is checked, too."""
 
 from __future__ import annotations
 

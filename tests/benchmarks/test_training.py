@@ -1,4 +1,4 @@
-"""That contenders spread in different ways do the same work, and hold and send the bytes that sizes say."""
+"""Contenders that are spread in different ways must do the same work, and hold and send the predicted bytes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_parts_decide_what_the_jobs_do() -> None:
 
 
 def rows(difference: float) -> list[dict[str, Any]]:
-    """Of 20 steps of a second each, but for the first; from the 16th on in both jobs."""
+    """Return the rows of 20 steps of a second each, except the first. From the 16th on they are in both jobs."""
     trained = [
         {"part": "train", "what": f"step {step}", "seconds": 9.0 if step < 6 else 1.0, "loss": 12 - step / 10}
         for step in range(1, 21)

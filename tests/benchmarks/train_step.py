@@ -54,12 +54,12 @@ class Work:
 
     @property
     def precision(self) -> str:
-        """Of a Trainer."""
+        """The precision of a Trainer."""
         return "bf16-true" if self.dtype == torch.bfloat16 else "32-true"
 
     @property
     def num_tokens(self) -> int:
-        """In a step."""
+        """The number of tokens in a step."""
         return self.num_rows * self.sequence_length
 
     def network(self, device: torch.device) -> Qwen3MoeForCausalLM:
@@ -74,12 +74,12 @@ class Work:
             torch.set_default_dtype(before)
 
     def batches(self, device: torch.device) -> DataLoader:
-        """On the host, more than any run takes."""
+        """Return batches on the host, more than any run takes."""
         tokens = Tokens(self.config.vocab_size, self.sequence_length)
         return DataLoader(tokens, batch_size=self.num_rows, pin_memory=device.type == "cuda")
 
     def conditions(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the conditions for the report."""
         return {
             "parameters": self.config.num_parameters,
             "layers": self.config.num_hidden_layers,
@@ -170,7 +170,7 @@ class Loop:
         self.batches = iter(work.batches(device))
         self.last_loss = torch.zeros(())
         self.seconds_of_first: float | None = None
-        """Of the first steps, in which kernels are compiled and chosen."""
+        """The seconds of the first steps, in which kernels are compiled and chosen."""
 
     def run(self, steps: int) -> None:
         if self.seconds_of_first is None:
@@ -206,14 +206,14 @@ class Loop:
 
 
 class OwnLoop(Loop):
-    """Of a `Qwen3MoeForCausalLM`."""
+    """The loop of a `Qwen3MoeForCausalLM`."""
 
     def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self.network(batch["input_ids"], labels=batch["labels"], reduction="sum").loss / self.work.num_tokens
 
 
 class TransformersLoop(Loop):
-    """Of a model of transformers."""
+    """The loop of a model of transformers."""
 
     def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch["labels"]
@@ -234,7 +234,7 @@ class Ours(OwnLoop):
 
 
 class Transformers(TransformersLoop):
-    """Of the same weights."""
+    """The model of transformers with the same weights."""
 
     def __init__(self, work: Work, compiles: bool, device: torch.device, attention: str = "sdpa") -> None:
         network = transformers_of(work, device, attention)

@@ -47,7 +47,7 @@ from tests.benchmarks.pipeline import Hooks, fill_by_name
 from tests.benchmarks.pipeline_probe import host_syncs
 
 MEMORY_SHARE = 0.75
-"""Of a GPU, that all contenders take together; the rest is for the allocator, nccl and cuBLAS."""
+"""The share of a GPU's memory that all contenders take together. The rest is for the allocator, nccl and cuBLAS."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Way:
 
     @property
     def num_parts(self) -> int:
-        """Of each sequence, by context parallelism."""
+        """The number of parts of each sequence, by context parallelism."""
         return self.mesh.context_parallel_shard * self.mesh.context_parallel_replicate
 
 
@@ -90,7 +90,8 @@ class Work:
         return stage
 
     def microbatches(self, mesh: MeshDomains, device: torch.device) -> list[dict[str, Tensor]]:
-        """This rank's. Each next token is the same in all ways, but sequences are longer in some."""
+        """Return this rank's microbatches. Each next token is the same in all ways, but sequences are longer in
+        some."""
         num_slices, num_parts = mesh.sizes["tp"], mesh.sizes["cp"]
         first = mesh.dp_rank * num_slices * num_parts
         rows = [
@@ -113,11 +114,11 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """Of a rank, in a step."""
+        """The tokens of a rank in a step."""
         return self.num_rows * self.sequence_length
 
     def flops(self, way: Way) -> int:
-        """Of a rank, in a step: forward and backward, by the configuration's own figure."""
+        """Return the operations of a rank in a step, forward and backward, by the configuration's own figure."""
         return self.num_tokens * self.config.flops_per_token(self.sequence_length * way.num_parts)
 
     @property
@@ -126,7 +127,7 @@ class Work:
         return self.num_microbatches > 1
 
     def conditions(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the conditions for the report."""
         return {
             "parameters": self.config.num_parameters,
             "layers": self.config.num_hidden_layers,
@@ -173,9 +174,9 @@ def fitting_into(memory_bytes: int, work: Work, ways: Iterable[Way]) -> Work:
 
 
 def needed_bytes(work: Work, ways: Iterable[Way]) -> int:
-    """Of all contenders together: what each holds between steps, and what the largest adds in one.
+    """Return the bytes of all contenders together: what each holds between steps, and what the largest adds in one.
 
-    That is the activations of its rows, without sums the whole gradients in float32, and those that AdamW takes.
+    A step adds the activations of the rows, the whole gradients in float32, and those that AdamW takes.
     """
     accounts = [account(work, way) for way in ways]
     gradients = work.config.num_parameters * (4 + work.dtype.itemsize)
@@ -184,17 +185,17 @@ def needed_bytes(work: Work, ways: Iterable[Way]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """From sizes and degrees alone: what a rank computes and sends in a step, and what it holds, in bytes."""
+    """The bytes that a rank computes, sends and holds in a step, derived from sizes and degrees alone."""
 
     flops: int
     tokens: int
     weights: int
     gradients: int
     lasting_gradients: int
-    """Of those, what buckets keep from step to step."""
+    """The part of the gradients that buckets keep from step to step."""
     moments: int
     activations: int
-    """From forward to backward."""
+    """The activations between forward and backward."""
     all_gather: float = 0
     reduce_scatter: float = 0
     all_reduce: float = 0
@@ -203,12 +204,12 @@ class Account:
 
     @property
     def held_bytes(self) -> int:
-        """Between backward and step."""
+        """The bytes that are held between backward and step."""
         return self.weights + self.gradients + self.moments
 
     @property
     def peak_bytes(self) -> int:
-        """When the backward begins, or when it is done."""
+        """The bytes at the peak: when the backward begins, or when it is done."""
         fresh = self.gradients - self.lasting_gradients
         return self.weights + self.moments + self.lasting_gradients + max(fresh, self.activations)
 
@@ -312,11 +313,11 @@ class Trained:
         microbatches = work.microbatches(self.mesh, device)
         self.cut = SplitBatch(microbatches, [len(each["labels"]) for each in microbatches])
         self.num_tokens = work.num_tokens * self.mesh.sizes["tp"]
-        """Of which this rank has the losses."""
+        """The number of tokens whose losses this rank has."""
         self.factor = 1 / (work.num_tokens * work.num_ranks)
         self.totals = BatchTotals()
         self.held_bytes = 0
-        """Between backward and step, beyond what there was before; of the last step."""
+        """The bytes that the last step held between backward and step, beyond those before it."""
 
     @functools.cached_property
     def zeros(self) -> dict[nn.Parameter, Tensor]:
@@ -337,7 +338,7 @@ class Trained:
         self.optimizer.step()
 
     def forget_gradients(self) -> None:
-        """Those that FSDP2 has not reduced, too."""
+        """Drop all gradients, also those that FSDP2 has not reduced."""
         self._begin(sums=False)
 
     def _begin(self, sums: bool) -> None:
@@ -358,7 +359,7 @@ class Steps:
         self.trained = _trained(work, way, device)
         self.sums = sums
         self.memory: dict[str, int] | None = None
-        """Of the warm-up."""
+        """The memory of the warm-up."""
 
     def run(self, steps: int) -> None:
         trained = self.trained

@@ -40,13 +40,13 @@ from tests.benchmarks.whole_model_job import report, rows_of, write_config, writ
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "qwen3_moe"
 PARTS = ("disk", "directory", "train", "save", "resume", "export")
-"""In this order. `train` also saves with the part `save`, and `export` is at the end of the last job."""
+"""The parts in their order. `train` also saves with the part `save`, and `export` is at the end of the last job."""
 FIRST_STEPS = 5
-"""Are left out of the median."""
+"""The number of first steps that the median leaves out."""
 MOST_OF_FALL = 0.05
 """Difference of the losses of a resumed run, as a share of what training took off the loss."""
 LEAST_TOKENS_PER_S = {1: 13_000, 2: 12_000}
-"""Of a GPU, for the whole model, by number of GPUs."""
+"""The least tokens/s of a GPU for the whole model, by the number of GPUs."""
 _BLOCK = 2**24
 _RAW_BYTES = 2**33
 _MAX_SECONDS = 580
@@ -63,14 +63,14 @@ class ModelCase:
     steps: int = 20
     tokens: int = 4096
     rows: int | None = None
-    """Of a batch of a GPU; None: as in the YAML, or fewer if they are longer."""
+    """The rows of a GPU's batch; None for those of the YAML, or fewer if rows are longer."""
     recompute: str | None = None
     states: str | None = None
     accumulate: int = 1
     """Batches of an optimizer step. With more, gradients add up in float32."""
     deterministic: bool = False
     folder: Path | None = None
-    """Where files are kept; None: in a folder that is removed."""
+    """The folder of the files; None for one that is removed."""
     raw_bytes: int = _RAW_BYTES
     judges: bool = False
     conditions: Mapping[str, Any] = field(default_factory=dict)
@@ -305,7 +305,7 @@ def summary(case: ModelCase, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def verdicts(result: Mapping[str, Any]) -> list[str]:
-    """Of tokens/s of the whole model, and of the losses of a resumed run."""
+    """Return the verdicts on tokens/s of the whole model, and on the losses of a resumed run."""
     return list(result["verdicts"])
 
 

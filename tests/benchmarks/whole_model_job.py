@@ -24,7 +24,8 @@ from lightning_d9d.startup import seconds_of_parts
 ROWS = "rows.jsonl"
 _POLL_SECONDS = 0.05
 _SKEW = 3
-"""Of made-up tokens: a uniform number to this power. So some are frequent, and there is something to learn."""
+"""The exponent of made-up tokens, which are a uniform number to this power. So some are frequent, and there is
+something to learn."""
 
 
 def report(folder: Path, part: str, what: str, seconds: float | None = None, **values: Any) -> None:

@@ -64,7 +64,7 @@ def run(file: Path, seconds: float, num_rounds: int, slow: int | None) -> None:
 
 
 def reports(steps: list[list[dict[str, Any]]], every_n_steps: int) -> Iterator[list[Times]]:
-    """Those that the run would have made every so many steps."""
+    """Return the reports that the run would have made every so many steps."""
     ranks = [
         {part: [step for report in steps for step in report[rank][part]] for part in ALL_PARTS}
         for rank in range(len(steps[0]))

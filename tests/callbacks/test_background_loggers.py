@@ -37,7 +37,7 @@ class Failing(DummyLogger):
 
 
 class Hanging(DummyLogger):
-    """Does not come back from its first call before it is let go."""
+    """A logger whose first call does not return before it is released."""
 
     def __init__(self) -> None:
         super().__init__()

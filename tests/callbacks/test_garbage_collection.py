@@ -1,4 +1,4 @@
-"""When Python's garbage is collected in a fit, and that Python does it by itself again afterwards."""
+"""Python's garbage is collected at chosen steps of a fit, and afterwards by Python itself again."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.strategy.sharded import Sharded, WholeWeights
 
 
 class Headed(Sharded):
-    """Has a head that was not saved, and no use for a buffer that was."""
+    """A model with a head that was not saved, and without a buffer that was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Headed(Sharded):
 
 
 class Seen(WholeWeights):
-    """Before the first step."""
+    """Records the weights before the first step."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.weights = module.whole()

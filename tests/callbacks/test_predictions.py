@@ -194,7 +194,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["d9d", "ddp"])
 def test_data_ranks_take_turns(rank: RankContext, strategy: str) -> None:
-    """Of 7 rows; a sampler of the user's own fills up with row 0, Lightning's leaves a rank with less."""
+    """There are 7 rows. A user's own sampler fills up with row 0; Lightning's leaves a rank with less."""
     for own in (False, True):
         folder = rank.tmp_dir / f"out-{own}"
         sampler = DistributedSampler(range(7), 2, rank.rank, shuffle=False) if own else None  # type: ignore[arg-type]

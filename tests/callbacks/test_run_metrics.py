@@ -39,7 +39,7 @@ LENGTH, BATCH = 8, 4
 """Tokens of a row, and rows of a step on all ranks."""
 ROW_SECONDS, MICROBATCH_SECONDS, HOOK_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.5, 0.125
 WEIGHTS = 2 * (16 * 3 * 16 + 16 * 16 + 16 * 4 + 2 * 3 * 16 * 8) + 16 * 32
-"""Those that a token meets: in each layer queries, keys and values, output, router, two experts; and the head."""
+"""The weights that a token meets: in each layer queries, keys, values, output, router and two experts; and the head."""
 CAUSAL_ATTENTION = 2 * (2 * LENGTH**2 * 16)
 """Operations of the forward of both layers: two products, each the half of a square, for 16 dims of all heads."""
 FLOPS = {
@@ -307,7 +307,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
 
 
 def test_the_load_of_experts_is_the_balance_s_own_where_there_is_one() -> None:
-    """And routers are afterwards as they were."""
+    """Routers are unchanged afterwards."""
     clock = Clock()
     module = Ticking(clock, balance=BalanceConfig())
     trainer(D9DStrategy(), callbacks=[RunMetrics()], max_epochs=1, max_steps=2, log_every_n_steps=1).fit(module)

@@ -105,6 +105,6 @@ def train(folder: Path, asynchronous: bool, number: int) -> None:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of a job that has finished."""
+    """Return the weights of a job that has finished."""
     tensors = open_directory(folder / FINISHED, alone=True).read()
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(WRITER)}

@@ -24,11 +24,11 @@ ALONE = 0.7
 class Report:
     kills: int = 0
     during_saves: int = 0
-    """With files of an incomplete checkpoint left behind."""
+    """Kills that left files of an incomplete checkpoint behind."""
     of_all_ranks: int = 0
     before_training: int = 0
     of_two: int = 0
-    """Of one of two jobs in one folder."""
+    """Kills of one of two jobs in one folder."""
     loaded: int = 0
     """Complete checkpoints, each read whole."""
     started: int = 0
@@ -55,7 +55,7 @@ class Running:
         self.ranks = start_job(NUM_RANKS, folder, train, folder, asynchronous, report.started)
 
     def wait_at_random(self, chance: random.Random) -> None:
-        """Until some moment before or in training."""
+        """Wait until some moment before or in training."""
         if chance.random() < 0.1:
             time.sleep(chance.uniform(0, 1.5))
             return

@@ -74,7 +74,8 @@ class Parts(NamedTuple):
     values: list[int]
     """Which operations put a number or a text on the stack."""
     members: list[tuple[int, bytes, bool]]
-    """Of what is put into a list or a dict and can be named again: behind which operation, its name, whether a dict."""
+    """Entries of lists and dicts that can be named again: the operation before it, its name, and whether it is of a
+    dict."""
 
 
 def parts_of(valid: bytes) -> Parts:
@@ -171,7 +172,7 @@ def archives(valid: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _checkpoint(path: Path) -> None:
-    """With all kinds of values, and a tensor that any number of pieces fills."""
+    """Return a checkpoint with all kinds of values, and a tensor in any number of pieces."""
     values: dict[str, Any] = {"texts": ["a", b"b"], "set": {1, 2}, "number": 1.5, "tensor": torch.ones(2, 2)}
     values |= {"parameter": torch.nn.Parameter(torch.ones(1)), "u": torch.ones(2).to(torch.uint16)}
     hostile.save(path, values, empty=torch.empty(0))

@@ -42,7 +42,7 @@ class Layout:
 class Mesh:
     config: MeshConfig
     layouts: Mapping[str, Layout] = field(default_factory=dict)
-    """Of names that are not plain."""
+    """The layouts of names that are not plain."""
     stages: tuple[tuple[str, ...], ...] = (tuple(SPECS),)
     """The names that each pipeline stage has."""
 

@@ -126,7 +126,7 @@ def test_what_cannot_be_saved_is_refused_at_once(rank: RankContext) -> None:
 
 
 def test_pinned_blocks_have_little_room_that_nobody_takes() -> None:
-    """Of the experts of Qwen3-30B-A3B each has 768 and 384 MiB, and half as much for each of two states."""
+    """Each of the experts of Qwen3-30B-A3B has 768 and 384 MiB, and each of two states has half as much."""
     mib = 2**20
     of_layer = [768, 384, 384, 384, 192, 192, 16, 16, 8, 8, 1, 1, 1]
     sizes = {(layer, i): size * mib for layer in range(48) for i, size in enumerate(of_layer)}

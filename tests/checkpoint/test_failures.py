@@ -382,7 +382,7 @@ def test_flipped_bits_in_what_is_loaded_later(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_code_among_the_tensors_does_not_run(rank: RankContext) -> None:
-    """With a checksum that fits."""
+    """The checksum of the file fits."""
     path = rank.tmp_dir / "checkpoint"
     save(path, 1)
     if rank.rank == 0:

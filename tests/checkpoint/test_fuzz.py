@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz import MAX_SECONDS, TARGETS, attack, outcome, run
 
 SECONDS = 2
-"""For each target, and a round of files at least."""
+"""Seconds for each target, which gets at least one round of files."""
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -170,7 +170,7 @@ def test_metadata_built_to_take_long(tmp_path: Path, case: str) -> None:
 
 
 def sharing_chunks(metadata: Any) -> None:
-    """As many names as chunks, all of one entry: their number is the square of what the file has room for."""
+    """Return as many names as chunks, all of one entry. Their number is the square of what the file has room for."""
     empty, num = torch.Size((0,)), 3000
     chunks = [ChunkStorageMetadata(empty, empty)] * num
     entry = TensorStorageMetadata(TensorProperties(), empty, chunks)

@@ -86,7 +86,7 @@ def test_killed_save_leaves_the_old_or_the_new(tmp_path: Path, former: Callable[
 
 
 def test_file_systems_that_cannot_swap(tmp_path: Path) -> None:
-    """Between two renames nothing is there; the next save puts the old one back first, and keeps it if it fails."""
+    """Nothing is there between two renames. The next save puts the old one back first, and keeps it if it fails."""
     found, call = [], 0
 
     def save_without_swap(path: Path) -> None:

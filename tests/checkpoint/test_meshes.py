@@ -111,7 +111,7 @@ def test_torch_reads_the_tensors(tmp_path: Path) -> None:
 
 @contextmanager
 def broadcasts() -> Iterator[list[int]]:
-    """From which ranks objects were broadcast by the package."""
+    """Return the ranks from which the package broadcast objects."""
     real, sources = dist.broadcast_object_list, []
 
     def broadcast(object_list: list[Any], src: int, group: dist.ProcessGroup | None = None) -> None:

@@ -129,7 +129,7 @@ MESHES = {
 
 
 def vector_network(device: torch.device) -> Network:
-    """Without scalar parameters, which FSDP does not take."""
+    """Return a network without scalar parameters, which FSDP does not support."""
     network = Network().to(device, torch.float64)
     network.scale = nn.Parameter(network.scale.detach()[None])
     return network
@@ -158,7 +158,7 @@ def on_mesh(config: MeshConfig, device: torch.device) -> Network:
     ],
 )
 def test_any_mesh_goes_on_from_any_mesh(rank: RankContext, name: str, meshes: tuple[str, ...]) -> None:
-    """From each mesh to itself, to the next and to one process, with one optimizer of each kind."""
+    """Each mesh saves for itself, for the next one and for one process, with one optimizer of each kind."""
     make = OPTIMIZERS[name]
     finished = {}
     for mesh in meshes:
@@ -286,7 +286,7 @@ def test_stages_become_one_process_and_other_stages(rank: RankContext) -> None:
 
 
 class Accumulating(SGD):
-    """Has state that belongs to no parameter, and keys that are no strings."""
+    """An optimizer with state that belongs to no parameter, and keys that are no strings."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -354,7 +354,7 @@ EIGHT_BITS = partial(StochasticAdamW, state_dtype=torch.uint8)
     ],
 )
 def test_the_state_of_another_optimizer(tmp_path: Path, first: Any, second: Any, problem: str | None) -> None:
-    """It goes on where nothing is lost, and is refused where something would be."""
+    """It is loaded if nothing is lost, and refused otherwise."""
     network, other = (nn.Linear(4, 3) for _ in range(2))
     saved, loaded = first(network.parameters(), lr=0.1), second(other.parameters(), lr=0.2)
     step_with_ones(network, saved)
@@ -452,7 +452,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("num_groups", [(1, 2), (2, 1), (2, 3)])
 def test_lists_that_are_not_of_groups_stay(name: str, num_groups: tuple[int, int]) -> None:
-    """They may be as long as the optimizer had groups."""
+    """Such lists may be as long as the optimizer had groups."""
     first, other = (one_or_two(SCHEDULERS[name], number) for number in num_groups)
     optimizer, scheduler = first
     optimizer.step()

@@ -16,7 +16,7 @@ from tests.fuzz import MAX_SECONDS
 from tests.harness.compare import assert_bitwise_equal
 
 ORDER = ["embed", "head", "a", "b", "c", "d"]
-"""Not in the order of stages."""
+"""An order that is not that of the stages."""
 
 
 def record(names: str, decay: float = 0.0, repetition: int = 0) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_checkpoints_without_records() -> None:
-    """Of one rank they are as they were; of several, nobody knows."""
+    """Those of one rank stay as they were. For several ranks nobody knows."""
     module, optimizer = trained()
     tensors, values = optimizer_state(optimizer, {p: n for n, p in module.named_parameters()}, "optimizer_0")
     [state] = whole_checkpoint({**values, "optimizer_states": 1}, tensors)["optimizer_states"]

@@ -162,7 +162,7 @@ def test_eight_processes_train_as_one(tiny: Path) -> None:
 
 
 def losses_of(folder: Path, name: str, *options: str, output: str = "") -> list[float]:
-    """Those of the steps of a fit, as its logger has them."""
+    """Return the losses of the steps of a fit, from its logger."""
     variables = {"PYTHONPATH": python_path(), "LIGHTNING_D9D_CACHE": str(folder / "cache")}
     settings = (*configured(name), *configured("tiny"), *options)
     result = run_command("fit", *settings, folder=folder, variables=variables, forks=True)

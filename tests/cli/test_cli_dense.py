@@ -43,7 +43,7 @@ trainer:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With texts, a configuration of a run, and a dense model as transformers saves it."""
+    """A folder with texts, a configuration of a run, and a dense model as transformers saves it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(TEXT)

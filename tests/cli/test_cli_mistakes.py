@@ -337,7 +337,7 @@ def test_kinds_of_loggers_are_listed_and_no_other_iterables(
 
 
 class OnlyTraining(L.LightningDataModule):
-    """Has no other loader."""
+    """A data module that has only a loader for training."""
 
     def train_dataloader(self) -> DataLoader[int]:
         return DataLoader(range(4))

@@ -135,7 +135,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
 
 
 def test_the_learning_rate_is_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the devices of the run, and whatever its optimizer is."""
+    """Drawing needs no devices of the run, and works with any optimizer."""
     said = draw(monkeypatch, capsys, "rates.png", "--config", "run.yaml", "--trainer.devices", "64")
     assert said == "rates.png: 4 steps, from 0.005 over 0.01 to 0.005\n"
     with Image.open("rates.png") as image:

@@ -30,7 +30,7 @@ MESHES = {
 """Degrees of each file on four ranks."""
 AXES = ("pipeline_parallel", "data_parallel_shard", "context_parallel_shard", "expert_parallel")
 ROWS = 8
-"""Of a step, on all ranks together."""
+"""The rows of a step, on all ranks together."""
 
 
 def configured(*names: str) -> list[str]:

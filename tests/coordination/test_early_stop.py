@@ -114,7 +114,7 @@ def test_ranks_of_a_pipeline_stop_together(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_learning_rate_finder_stops_all_ranks_by_its_loss(rank: RankContext) -> None:
-    """It stops where one rank's loss diverges, and begins the real training with the flag taken back."""
+    """The finder stops where one rank's loss diverges. The real training begins with the flag reset."""
 
     class Diverging(Plain):
         learning_rate = 0.1

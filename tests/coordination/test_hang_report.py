@@ -216,7 +216,7 @@ def test_a_snapshot_that_no_rank_wrote(change: dict[str, object]) -> None:
 
 
 def test_the_stacks_of_a_rank_that_has_ended_are_removed(tmp_path: Path) -> None:
-    """Those of a rank that writes the report go when it closes, and what others name elsewhere stays."""
+    """Stacks of a rank that writes the report are removed when it closes; files that others name elsewhere stay."""
     watches = [HangWatch(rank, 60, tmp_path, several_nodes=True, signal_number=0) for rank in range(2)]
     (tmp_path / "foreign").touch()
     gone = replace(watches[1].place, host="another")

@@ -87,7 +87,7 @@ def test_the_part_is_named() -> None:
 
 
 def test_a_slow_processor_is_named_though_other_waits_vary_more() -> None:
-    """As on a busy host: each rank sleeps now and then, for longer than it computes."""
+    """On a busy host, for example, each rank sleeps now and then, for longer than it computes."""
     chance = random.Random(0)
 
     def sleeps() -> list[float]:

@@ -17,7 +17,7 @@ from tests.coordination import watched
 from tests.harness import warm
 
 SECONDS = watched.SHUTDOWN_SECONDS + 60
-"""Until a process has ended, with what it waits for its messages, on a busy machine."""
+"""Seconds until a process has ended, with the wait for its messages, on a busy machine."""
 
 
 def start(target: Any, *arguments: Any) -> Any:
@@ -27,7 +27,7 @@ def start(target: Any, *arguments: Any) -> Any:
 
 
 def end(process: Any, seconds: float) -> int | None:
-    """Its exit code; None where it had to be killed."""
+    """Return its exit code; None if it had to be killed."""
     process.join(seconds)
     code = process.exitcode
     process.kill()

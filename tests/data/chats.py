@@ -80,7 +80,7 @@ def _trained() -> Any:
 
 
 def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """With the template of a family, and about 300 tokens."""
+    """Make a tokenizer with the template of a family, and about 300 tokens."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_trained(), bos_token="<s>", eos_token="</s>")
     tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL[2:])})
     tokenizer.chat_template = TEMPLATES[family]

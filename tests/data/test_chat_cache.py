@@ -21,7 +21,7 @@ from tests.harness.ranks import RankContext
 
 @pytest.fixture
 def num_tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As many items as chats that this process tokenizes."""
+    """A list with an item for each chat that this process tokenizes."""
     return count(monkeypatch)
 
 

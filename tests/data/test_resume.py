@@ -215,7 +215,7 @@ def test_it_can_be_undone() -> None:
 
 @pytest.mark.parametrize("kind", ["resumable", "replayed", "workers"])
 def test_what_lightning_records_of_a_loader_is_not_what_was_put_there_for_a_run(kind: str) -> None:
-    """It records while a hook returns a loader, and goes on after a hook that raised."""
+    """Lightning records while a hook returns a loader, and continues after a hook that raised."""
     with _replace_dunder_methods(DataLoader, "dataset"):
         loader = LOADERS["shuffled"](Numbers())
         before = copy.copy(vars(loader))
@@ -365,7 +365,7 @@ def test_other_ranks_and_samples_that_nobody_knows_how_to_deal_out() -> None:
 
 
 def test_other_ranks_with_data_of_their_own() -> None:
-    """Where each data rank has its own part, steps are what ranks have in common."""
+    """If each data rank has its own part, ranks have the steps in common."""
     first, second = (DataLoader(range(length), batch_size=BATCH) for length in (24, 48))  # type: ignore[arg-type]
     make_resumable(first, lambda: 2)
     make_resumable(second, lambda: 2, DataRank(0, 2))

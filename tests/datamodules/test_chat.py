@@ -27,7 +27,7 @@ from tests.strategy.plain import trainer
 
 LENGTH = 96
 ROWS = 8
-"""Of an optimizer step."""
+"""The rows of an optimizer step."""
 Row = tuple[int, ...]
 
 
@@ -334,7 +334,7 @@ class Recorder(Qwen3MoePretraining):
 
 
 class SaveOnce(Callback):
-    """In the second epoch, behind its second batch."""
+    """Saves in the second epoch, after its second batch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -356,7 +356,7 @@ def fit(
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(file: Path, tmp_path: Path, packing: bool) -> None:
-    """In the middle of the first and of the second epoch, with another number of workers."""
+    """Runs are saved in the middle of the first and of the second epoch, and resumed with another number of workers."""
 
     def module(num_workers: int) -> ChatDataModule:
         options = {"sequence_length": LENGTH, "batch_size": 4, "packing": packing, "num_workers": num_workers}

@@ -106,7 +106,7 @@ OWN: dict[str, Callable[[Path], Maker]] = {
 @pytest.mark.jobs
 @pytest.mark.parametrize("kind", with_packages([*DATA, *OWN]))
 def test_after_sigkill(tmp_path: Path, kind: str) -> None:
-    """With a worker; what a data module gives is read without one by the others."""
+    """Loaders have one worker. Other tests read the data of a data module without workers."""
     data, folders = {**DATA, **OWN}[kind](tmp_path), [tmp_path / name for name in ("killed", "after", "whole")]
     for folder in folders:
         folder.mkdir()

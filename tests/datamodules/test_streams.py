@@ -27,7 +27,7 @@ def steps(data: Maker, num_workers: int, num_ranks: int) -> list[list[Row]]:
 
 
 def row(ids: list[int]) -> Row:
-    """Without the zeros at its end: ranks pad to different lengths."""
+    """Return a row without the zeros at its end: ranks pad to different lengths."""
     return tuple(ids[: max((place + 1 for place, each in enumerate(ids) if each), default=0)])
 
 

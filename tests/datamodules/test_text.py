@@ -170,7 +170,8 @@ class Recorder(L.LightningModule):
 
 
 class KnowsItsEnd(Recorder):
-    """Under `max_epochs` Lightning then sets up the data before a checkpoint is restored."""
+    """A data module that knows its end. Under `max_epochs` Lightning then sets up the data before it restores a
+    checkpoint."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert self.trainer.estimated_stepping_batches == 180

@@ -34,7 +34,7 @@ SHORT = (
     ),
 )
 TIMEOUT_SECONDS = 600
-"""For a command: longer than a busy machine needs."""
+"""The limit of a command, longer than a busy machine needs."""
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(2 * TIMEOUT_SECONDS)]
 
@@ -116,7 +116,7 @@ def test_empty_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Its commands run in this process, which takes less time."""
+    """The notebook's commands run in this process, which takes less time."""
     for name, value in {
         "QUICKSTART_MAX_STEPS": "2",
         "QUICKSTART_OUTPUT": str(tmp_path),

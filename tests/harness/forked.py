@@ -13,7 +13,7 @@ from typing import NoReturn
 
 KILLED = 9
 _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
-"""Of `clone(2)`."""
+"""The flags of `clone(2)` for a new user namespace and for new mounts."""
 
 
 def killed_at(call: int, folder: Path, action: Callable[[], object]) -> bool:

@@ -15,7 +15,7 @@ class Setup:
     directory: Path
     """Shared by the pool: stack dumps, output, records."""
     store_port: int
-    """Of the store where the ranks meet, in the pool's process."""
+    """The port of the store at which the ranks meet, in the pool's process."""
     group_timeout: timedelta
 
     @property
@@ -106,7 +106,7 @@ class Stuck:
     waited: str
     """How long, as words: "after 60 s"."""
     frames: list[tuple[str, int, str]]
-    """Its main thread's stack, innermost first: (path, line, function)."""
+    """The stack of its main thread, innermost first: (path, line, function)."""
 
 
 Result = Passed | Skipped | Raised | Finished | Died | Stuck

@@ -22,7 +22,8 @@ from tests.harness.pool import PoolKey, RankPool
 from tests.harness.state import restored_state
 
 SECONDS_PER_RANK = 30.0
-"""Of a test's limit, by default: ranks share two cores, on which eight need a minute of them for one mesh."""
+"""The default of a test's time limit, by rank. Ranks share two cores, on which eight need a minute of them for one
+mesh."""
 _RANKS = (
     "ranks(n, timeout_seconds=30 * n, record=True): the body runs on each of n rank processes (gloo; nccl with "
     "--device cuda or the marker gpu), its collectives are recorded and compared over the ranks"
@@ -74,7 +75,7 @@ def _has(module: str) -> bool:
 
 
 def _is_installed(distribution: str) -> bool:
-    """Where others bring modules of that name, too."""
+    """Return whether the package itself is installed; other packages may have modules of that name."""
     return any(importlib.metadata.distributions(name=distribution))
 
 
@@ -221,7 +222,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """In the body a `RankContext`; in pytest's own process the folder that all ranks share."""
+    """Return a `RankContext` in the body; in pytest's own process return the folder that all ranks share."""
     if request.node.get_closest_marker("ranks") is None:
         pytest.fail("a test that takes `rank` is marked with @pytest.mark.ranks(n)", pytrace=False)
     return tmp_path

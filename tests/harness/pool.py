@@ -227,7 +227,7 @@ class _RankProcess:
         return None if exit_code is None else Died(at_seconds=time.monotonic(), exit_code=exit_code)
 
     def stack(self) -> list[failures.Frame]:
-        """Where the rank's main thread is, innermost first; also of a rank blocked in native code."""
+        """Return the stack of the rank's main thread, innermost first, also if it is blocked in native code."""
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(self._pid, signal.SIGUSR2)
         frames: list[failures.Frame] = []
@@ -241,7 +241,7 @@ class _RankProcess:
         return frames
 
     def mark_output(self) -> None:
-        """From here on it is the next body's output."""
+        """Mark the place in the output from which on it is the next body's."""
         self._output_start = self.setup.output_path.stat().st_size
 
     def output(self) -> str:
@@ -258,7 +258,7 @@ class _RankProcess:
 
 
 def _free_port() -> int:
-    """For what a body starts at MASTER_PORT."""
+    """Return a free port, for what a body starts at MASTER_PORT."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

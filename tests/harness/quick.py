@@ -34,7 +34,7 @@ SPINE = (
 )
 """The tests of two ranks that are quick: each axis, accumulation, tied parameters, save and resume, a failure."""
 NAMED_BY = {"ranks": ("mark.ranks", "RankContext"), "jobs": ("mark.jobs",)}
-"""By marker, what a file has whose tests have it: cases of a table may bring the marker along."""
+"""The words of a file whose tests have a marker, by marker. Cases of a table may bring the marker along."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

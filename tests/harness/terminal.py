@@ -23,7 +23,7 @@ class Screen:
 
     written: str
     exit_codes: list[int | None]
-    """Of the ranks."""
+    """The exit codes of the ranks."""
 
     @property
     def lines(self) -> list[str]:

@@ -10,7 +10,7 @@ from tests.lightning_suite.__main__ import FOLDERS, REPOSITORY, differing, liste
 from tests.lightning_suite.plugin import LOOKS_FOR_FILES, pytest_fixture_setup
 
 NUM_DIFFERENCES = 49
-"""May become smaller and never larger."""
+"""The number of differences, which may become smaller and never larger."""
 
 
 def test_the_list_does_not_grow() -> None:

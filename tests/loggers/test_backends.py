@@ -25,7 +25,8 @@ def two_jobs(make: Any, folder: Path) -> None:
 
 
 def records_in(path: Path) -> Iterator[bytes]:
-    """Of a file of W&B: records in blocks of 32 KiB as in LevelDB's log, behind a header of 7 bytes."""
+    """Return the records of a file of W&B. They are in blocks of 32 KiB as in LevelDB's log, after a header of 7
+    bytes."""
     content, place, parts = path.read_bytes(), 7, b""
     while place + 7 <= len(content):
         left = 2**15 - place % 2**15

@@ -57,7 +57,7 @@ class Job:
     mesh: dict[str, int] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     saving: dict[str, Any] | None = field(default_factory=lambda: {"save_last": True, "every_n_train_steps": 3})
-    """Of `ModelCheckpoint`; None for no checkpoints."""
+    """The arguments of `ModelCheckpoint`; None for no checkpoints."""
     resumes: bool = False
     validates: bool = False
     num_workers: int = 0

@@ -91,7 +91,7 @@ def fit_by_cli(**options: Any) -> tuple[L.Trainer, Model]:
 
 
 _folder: list[str] = []
-"""Where `main` writes, and reports of ranks that wait in vain are."""
+"""The folder in which `main` writes, and which has reports of ranks that wait in vain."""
 
 
 def fit_until_cut() -> tuple[L.Trainer, Model]:

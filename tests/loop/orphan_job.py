@@ -17,7 +17,7 @@ class Killed(D9DStrategy):
     """Rank 0, which launched rank 1, is killed when that is about to meet it."""
 
     def setup_environment(self) -> None:
-        """As described."""
+        """Set up the environment as the module describes."""
         if self.local_rank == 0:
             while not MEETS.exists():
                 time.sleep(0.01)

@@ -82,11 +82,11 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     callback: Callable[[], L.Callback] | None = None
     num_validation_batches: int | None = 0
-    """None: 2 on rank 0, and no end on rank 1."""
+    """The number of validation batches; None means 2 on rank 0, and no end on rank 1."""
     num_train_batches: tuple[float, float] = (float("inf"), float("inf"))
-    """On each rank."""
+    """The number of training batches on each rank."""
     after: Callable[[int], None] = nothing
-    """When the fit has raised."""
+    """A function that is called when the fit has raised."""
     shutdown_seconds: float = SHUTDOWN_SECONDS
 
 

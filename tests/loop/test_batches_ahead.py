@@ -123,7 +123,7 @@ def test_batches_that_lightning_reads_ahead_are_copied_then(loader: str) -> None
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("saved_after", [2, BATCHES - 2, BATCHES - 1])
 def test_a_run_goes_on_behind_what_was_trained_on(loader: str, saved_after: int, tmp_path: Path) -> None:
-    """Also where a run that does not read ahead goes on with what one that does has saved."""
+    """A run that does not read ahead also resumes correctly from a checkpoint of a run that does."""
     path = tmp_path / "saved.ckpt"
     whole = fit(loader, StopAfter(saved_after, path), max_epochs=3)
     assert len(whole.of("step")) == 3 * BATCHES
@@ -137,7 +137,7 @@ def test_a_run_goes_on_behind_what_was_trained_on(loader: str, saved_after: int,
 def test_a_run_that_accumulates_goes_on_behind_its_window(
     loader: str, saved_after: int, goes_on_at: int, tmp_path: Path
 ) -> None:
-    """Of four batches, and two at the end of an epoch. A save inside of a window is done at its end."""
+    """The window has four batches, and two at the end of an epoch. A save inside a window is made at its end."""
     path, options = tmp_path / "saved.ckpt", {"accumulate_grad_batches": 4}
     whole = fit(loader, StopAfter(saved_after, path, epoch=1), max_epochs=3, **options)
     assert len(whole.of("step")) == 3 * BATCHES
@@ -197,7 +197,7 @@ def test_uneven_ranks_copy_ahead(rank: RankContext) -> None:
 def test_uneven_ranks_go_on_behind_what_was_trained_on(
     rank: RankContext, accumulated: int, saved_after: int, goes_on_at: int
 ) -> None:
-    """Where both have batches left, and where one has dummies only; with a worker, and batches read ahead or not."""
+    """Both ranks have batches left, or one has only dummies. There is a worker, and batches are read ahead or not."""
     num_batches, path = 3 + 2 * rank.rank, rank.tmp_dir / "saved.ckpt"
 
     def steps(*callbacks: L.Callback, copies: bool = True, path: Any = None) -> list[float]:

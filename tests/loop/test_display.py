@@ -18,7 +18,7 @@ FIRST, LAST = 16, 20
 
 
 def bars(lines: list[str]) -> list[tuple[int, int, float]]:
-    """Of the training bar: batches done, all batches, batches a second; as often as it was drawn."""
+    """Return the training bar as often as it was drawn: batches done, all batches, batches a second."""
     found = []
     for line in lines:
         tqdm = re.search(r"^Epoch 0: .* (\d+)/(\d+) \[.*, +([\d.?]+)it/s", line)

@@ -34,7 +34,7 @@ JOB_SECONDS = 120.0
 
 
 def expected_weights() -> torch.Tensor:
-    """After the same steps of one process that takes both ranks' rows."""
+    """Return the weights after the same steps of one process that reads both ranks' rows."""
     model = Model()
     optimizer = model.configure_optimizers()
     dataset = model.train_dataloader().dataset
@@ -132,7 +132,8 @@ ON_ONE_NODE = [[0, 0, 0, 2], [1, 0, 1, 2]]
 
 @pytest.mark.jobs
 def test_slurm_two_nodes_without_an_address(tmp_path):
-    """As from `srun` in an sbatch script: the address is the first of the node list, the port from the job's number."""
+    """This is `srun` in an sbatch script: the address is the first of the node list, the port follows from the job's
+    number."""
     port = free_port(range(15000, 25000))
     environments = [slurm(rank, port, num_nodes=2) for rank in range(2)]
     records = run_ranks(tmp_path, environments, ["two_nodes", "two_nodes_cli"])
@@ -141,7 +142,7 @@ def test_slurm_two_nodes_without_an_address(tmp_path):
 
 @pytest.mark.jobs
 def test_slurm_bare_srun_on_one_node(tmp_path):
-    """Without a script the job has the command's name."""
+    """A job without a script has the command's name."""
     port = free_port(range(15000, 25000))
     environments = [slurm(rank, port, num_nodes=1, SLURM_JOB_NAME="python") for rank in range(2)]
     records = run_ranks(tmp_path, environments, ["two_devices", "two_devices_cli"])
@@ -370,7 +371,8 @@ def test_addresses_of_real_interfaces():
 
 @pytest.mark.jobs
 def test_launched_rank_whose_launcher_is_killed(tmp_path: Path) -> None:
-    """Before they meet: it ends, too, and does not wait for `TimeoutConfig.init_seconds`."""
+    """The launcher is killed before ranks meet. The rank ends, too, and does not wait for
+    `TimeoutConfig.init_seconds`."""
     job = {"folder": tmp_path, "variables": {"PYTHONPATH": warm.python_path()}, "module": "tests.loop.orphan_job"}
     launcher = warm.run_command(str(tmp_path), **job, seconds=JOB_SECONDS, forks=True)
     assert launcher.returncode == -signal.SIGKILL, launcher.stderr

@@ -51,7 +51,7 @@ class Ended:
         return Ended(exit_codes, outputs, records, at)
 
     def values(self, case: str, kind: str) -> list[list[Any]]:
-        """By rank, the first values of the records of this kind."""
+        """Return by rank the first values of the records of this kind."""
         return [[record[2] for record in rank if record[:2] == [case, kind]] for rank in self.records]
 
     def check_quick(self, case: str) -> None:
@@ -402,7 +402,7 @@ def test_ranks_of_unequal_speed_agree_on_one_batch(seed):
 
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGUSR1, 4), (signal.SIGTERM, 2)])
 def test_a_job_that_is_requeued_first_ends_its_window(number, end):
-    """Of four batches, with a validation before the last. Other jobs, who have less time, end at once."""
+    """The window has four batches, with a validation before the last. Other jobs have less time, and end at once."""
     begun = [0] * 3
 
     def body(watch: RankWatch, rank: int) -> None:
@@ -466,7 +466,7 @@ def test_rank_between_collectives_raises_at_its_next_batch():
 
 
 def test_rank_that_is_late_at_the_end_of_an_epoch():
-    """It answers, so it is slow rather than gone. The first that has waited too long says so."""
+    """The rank answers, so it is slow rather than gone. The first rank that has waited too long says so."""
     errors = {}
     all_failed = threading.Barrier(3)
 

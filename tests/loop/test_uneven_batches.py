@@ -29,7 +29,7 @@ from tests.strategy.plain import trainer
 from tests.strategy.staged import Recorded, Staged, reference_gradients, staged_rows
 
 ROWS = 4
-"""Of a batch."""
+"""The rows of a batch."""
 
 
 class Meeting(torch.autograd.Function):
@@ -105,7 +105,7 @@ class Stream(IterableDataset):
 
 
 class Sized(Stream):
-    """With the length of the longest, whatever is there."""
+    """A loader with the length of the longest one, whatever is there."""
 
     def __len__(self) -> int:
         return 5 * ROWS
@@ -115,13 +115,13 @@ LOADERS: dict[str, Any] = {"a stream": Stream, "a length": list, "a wrong length
 
 
 def batches_of(counts: list[list[int]]) -> list[list[list[dict[str, Tensor]]]]:
-    """For each data rank batches of so many rows."""
+    """Return batches with these numbers of rows for each data rank."""
     rows = iter(staged_rows(sum(map(sum, counts))))
     return [[[next(rows) for _ in range(count)] for count in of_rank] for of_rank in counts]
 
 
 def unions(batches: list[list[list[Any]]]) -> list[list[Any]]:
-    """For each step the rows of the ranks that have any."""
+    """Return for each step the rows of the ranks that have any."""
     longest = max(map(len, batches))
     return [[row for of_rank in batches if i < len(of_rank) for row in of_rank[i]] for i in range(longest)]
 
@@ -185,7 +185,7 @@ def test_three_and_five_batches(rank: RankContext, kind: str, loss: str) -> None
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["a stream", "a length"])
 def test_last_batches_of_different_sizes(rank: RankContext, kind: str) -> None:
-    """They make different numbers of microbatches."""
+    """Such batches make different numbers of microbatches."""
     for counts in ([[ROWS, 1], [ROWS, ROWS, 2]], [[ROWS, ROWS], [ROWS, 1]], [[ROWS, 3], [ROWS, 3]]):
         check_fit(rank, counts, LOADERS[kind], cut=1)
 
@@ -400,7 +400,7 @@ def check_resumed(make: Any, batches: list[Any], folder: Path, accumulate: int, 
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     rank: RankContext, make: str, num_batches: int, accumulate: int
 ) -> None:
-    """Before and behind the end of the data of rank 0, also within a window, and between epochs."""
+    """It resumes before and after the end of the data of rank 0, also within a window, and between epochs."""
     own = batches_of([[ROWS] * num_batches, [ROWS] * 4])[rank.rank]
     check_resumed(RESUMABLE[make], own, rank.tmp_dir, accumulate, 2, rank.device.type)
 
@@ -451,7 +451,7 @@ def test_a_length_on_one_rank_only_is_refused(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_stream_that_is_empty_in_later_epochs(rank: RankContext) -> None:
-    """Its rank fills with what it has had before."""
+    """Its rank fills up with the batches that it had before."""
 
     class Once(Stream):
         def __iter__(self) -> Iterator[Any]:

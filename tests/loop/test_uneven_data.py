@@ -170,7 +170,7 @@ def test_a_batch_of_none_on_one_rank(rank: RankContext) -> None:
 
 
 class NamesDiffer(Staged):
-    """In the first batch rank 1 has a metric of another name, or every rank has one in a later batch."""
+    """A module with a metric of another name on rank 1 in the first batch, or on every rank in a later one."""
 
     def __init__(self, from_batch: int) -> None:
         super().__init__()

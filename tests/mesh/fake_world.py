@@ -71,5 +71,5 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def num_groups() -> int:
-    """Of this rank, the default group among them."""
+    """Return the number of groups of this rank, the default group among them."""
     return len(dist.distributed_c10d._world.pg_map)

@@ -74,7 +74,7 @@ def test_parts_of_a_group_and_of_a_graph(rank: RankContext) -> None:
 
 
 def first(kind: str, rank: RankContext) -> AbstractContextManager[None]:
-    """Of four ranks, on one machine or on two."""
+    """Return the first of four ranks, which are on one machine or on two."""
     return main_first() if kind == "main" else first_on_node(node=f"node {rank.rank // 2}")
 
 

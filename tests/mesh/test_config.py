@@ -28,7 +28,7 @@ def test_one_data_degree_takes_what_is_left(field: str) -> None:
 
 
 def test_experts_reuse_the_ranks_of_a_stage() -> None:
-    """Of all other axes, tensor-parallel ranks too."""
+    """Experts use the ranks of all other axes, also those of tensor parallelism."""
     config = MeshConfig(pipeline_parallel=2, data_parallel_shard=2, tensor_parallel=4, expert_parallel=8)
     assert config.resolve(16).domains()["expert"] == {"pp": 2, "ep_replicate": 1, "ep_shard": 8}
 
@@ -66,7 +66,7 @@ def test_degrees_resolve_where_they_multiply_to_the_world_and_nowhere_else() -> 
 
 
 def test_experts_are_spread_over_whole_stages_whatever_the_other_axes_are() -> None:
-    """Of all 24 ranks none is left out; a copy that is fully sharded lies within one replica."""
+    """None of all 24 ranks is left out. A copy that is fully sharded lies within one replica."""
     num_meshes = 0
     for config in legal_meshes(24):
         regular, expert, weights = config.domains()["regular"], config.domains()["expert"], config.expert_weights()

@@ -120,7 +120,8 @@ def test_groups_of_all_lanes_and_links_of_the_pipeline(mesh: str) -> None:
     ids=["64, every axis", "4096, every axis", "64", "4096"],
 )
 def test_fully_sharded_experts_add_two_groups(config: MeshConfig, without_experts: int) -> None:
-    """Of the ranks that share a copy of the same experts, and a lane for tokens; copies are along `dp_replicate`."""
+    """They are the ranks that share a copy of the same experts, and a lane for tokens. Copies are along
+    `dp_replicate`."""
     rank = config.world_size // 2
     with fake_world(rank, config.world_size):
         domains = MeshDomains.build(config, "cpu")

@@ -25,7 +25,7 @@ SMALL = ["8", "64", "replicas", "hybrid", "tensor", "pipeline", "every axis"]
 
 
 def coordinates(config: MeshConfig) -> Iterator[dict[str, int]]:
-    """Of each rank; written out again instead of asking the domains."""
+    """Return the coordinates of each rank, written out again instead of asking the domains."""
     rank = 0
     for pp in range(config.pipeline_parallel):
         for dp in range(config.data_parallel_replicate * config.data_parallel_shard):

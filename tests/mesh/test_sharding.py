@@ -81,7 +81,7 @@ def test_tensor_parallel_over_the_regular_domain(rank: RankContext, tensor_paral
 
 @pytest.mark.ranks(4)
 def test_domains_built_again_work_with_what_dtensor_remembers(rank: RankContext) -> None:
-    """It caches by mesh, and these two slices are equal: the group of the first must still be there."""
+    """DTensor caches by mesh, and these two slices are equal: the group of the first must still be there."""
     slices = []
     for config in (SHARDED["shards and tensor"], SHARDED["copies and tensor"]):
         domains = MeshDomains.build(config, rank.device.type)

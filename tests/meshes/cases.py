@@ -41,7 +41,7 @@ class Case:
     fast: bool = False
     """Whether it is one of those that always run."""
     heads: tuple[int, int] = (2, 1)
-    """Of queries, and of keys and values."""
+    """The heads of queries, and those of keys and values."""
     data: Data = field(default_factory=Data)
     dense: bool = False
     """Whether no layer is a mixture of experts."""
@@ -103,19 +103,19 @@ class Case:
 
 
 LAYERS = LoRA(rank=4, alpha=6)
-"""Of all projections; of those of each expert with rank 2."""
+"""Adapters of all projections, with rank 2 for those of each expert."""
 MATRICES = LoRA(rank=4, alpha=6, targets=["self_attn", "experts", "(gate|up|down)_proj", "embed_tokens", "lm_head"])
-"""Of all matrices that can have adapters."""
+"""Adapters of all matrices that can have them."""
 WITH_NORMS = Stack([LoRA(rank=3, alpha=6, targets=["experts", "o_proj"], rank_of_experts=3), FullTune("norm")])
 LAST_LAYER = LoRA(rank=2, alpha=4, targets=[r"layers\.3"])
-"""Without a trained parameter in the first stages of a pipeline."""
+"""Adapters of the last layer, so the first stages of a pipeline have no trained parameter."""
 PEFT_NAMES = {LAYERS: "layers", MATRICES: "matrices", WITH_NORMS: "norms", LAST_LAYER: "last"}
 KEPT = ParallelConfig(reshard_after_forward=False)
 RESHARD = ParallelConfig(reshard_after_forward=True)
 RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "attention", "every_2")]
 IN_HALVES = ParallelConfig(overlap_experts=True)
 PEER = ParallelConfig(expert_dispatch="peer", expert_capacity=1.0)
-"""With so little room that some batches are computed again."""
+"""Peer dispatch with so little memory that some batches are computed again."""
 RING, HEADS = ParallelConfig(context="ring"), ParallelConfig(context="heads")
 TOKENS_8, TOKENS_16 = Data(8), Data(16)
 PACKED = Data(16, packed=True)

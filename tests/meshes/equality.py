@@ -31,9 +31,9 @@ CONFIG = Qwen3MoeConfig(
     initializer_range=0.3,
 )
 SMALL = replace(CONFIG, num_hidden_layers=2)
-"""For tests without a pipeline, which need no layer in the middle."""
+"""A model for tests without a pipeline, which need no layer in the middle."""
 ROWS = 16
-"""Of a batch of all ranks together."""
+"""Rows of a batch, of all ranks together."""
 LEARNING_RATE, WEIGHT_DECAY, CLIP, EPS = 0.01, 0.1, 0.5, 1e-3
 """A large eps: Adam divides what is nearly 0 by it, and rounding with it."""
 
@@ -42,12 +42,12 @@ class Steps(NamedTuple):
     """What is compared."""
 
     gradients: list[dict[str, Tensor]]
-    """Of each step, before clipping."""
+    """The gradients of each step, before clipping."""
     losses: list[Tensor]
-    """Of each batch."""
+    """The loss of each batch."""
     norms: list[Tensor]
     weights: list[dict[str, Tensor]]
-    """After each step."""
+    """The weights after each step."""
 
 
 class Data(NamedTuple):

@@ -34,7 +34,7 @@ WITHOUT_EXPERTS: dict[str, Any] = {"num_experts": 0, "mlp_only_layers": (), "sha
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """From a mesh to another, such as "pp2 shard2" to "tp2"; "" is one rank."""
+    """A trip from a mesh to another, such as "pp2 shard2" to "tp2"; "" is one rank."""
 
     saved: str
     loaded: str
@@ -90,7 +90,7 @@ class Travelling(Watched):
 
     frozen: bool = False
     batches: list[list[Any]] = field(default_factory=list)
-    """Of each step, the rows of all data ranks."""
+    """The rows of all data ranks, for each step."""
 
     __hash__ = Watched.__hash__
     __eq__ = Watched.__eq__

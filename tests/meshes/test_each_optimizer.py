@@ -38,7 +38,7 @@ FAST = {("pp2", "SGD"), ("tp2", "Adam"), ("tp2", "AccumAdamW")}
 
 
 def on_one_process(name: str) -> dict[str, Tensor]:
-    """With the groups of settings."""
+    """Train in one process, with the groups of the settings."""
     model = built(SMALL)
     named = dict(model.named_parameters())
     optimizer = OptimizerSettings(OPTIMIZERS[name]).make_optimizer(NamedParameters(named, list(named), *WORDS))

@@ -33,7 +33,7 @@ MODEL = replace(
     mlp_only_layers=(1,),
     intermediate_size=64,
 )
-"""With rows of a block and a ragged one, short ones (of experts), and some that tensor ranks share."""
+"""A model with rows of whole blocks, a ragged row, short rows (of experts), and rows that tensor ranks share."""
 STEPS, SAVED_AFTER = 10, 4
 MESHES: dict[str, MeshConfig] = {
     "tp2": MeshConfig(tensor_parallel=2),

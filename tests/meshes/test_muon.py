@@ -31,7 +31,7 @@ SPARSE = {"rep2-shard2", "shard2-tp2"}
 
 
 def on_one_process() -> dict[str, Tensor]:
-    """With groups by hand."""
+    """Train in one process, with groups made by hand."""
     model = built(SMALL)
     words = {"model.embed_tokens.weight", "lm_head.weight"}
     groups: dict[tuple[bool, bool, int], list[torch.nn.Parameter]] = {}

@@ -26,7 +26,7 @@ NUM_SHORT, NUM_BATCHES = 3, 5
 
 
 class Batches:
-    """Without a length."""
+    """Batches without a length."""
 
     def __init__(self, batches: list[dict[str, Tensor]]) -> None:
         self.batches = batches

@@ -26,7 +26,7 @@ EXACT = Tolerance(relative=1e-9)
 
 
 class Settings(NamedTuple):
-    """Of the callback."""
+    """The settings of the callback."""
 
     decay: float | None = 0.7
     start_step: int = 2
@@ -62,7 +62,7 @@ class Saving(L.Callback):
 
 
 def expected_of(case: Case, settings: Settings) -> dict[str, Tensor]:
-    """By hand, in one process."""
+    """Compute the averages by hand, in one process."""
     L.seed_everything(SEED, verbose=False)
     steps = on_one_process(case.model, STEPS, case.accumulated, data=case.data, peft=case.peft)
     chosen = steps.weights[settings.start_step - 1 :: settings.every_n_steps]
@@ -142,7 +142,7 @@ def test_plain_means_and_updates_every_few_steps(rank: RankContext, settings: Se
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("first", "second", "mode"), routes())
 def test_averages_go_on_on_another_mesh(rank: RankContext, first: str, second: str, mode: str) -> None:
-    """And on the same one with the bits of a run that was not stopped."""
+    """A resumed run on the same mesh has the bits of a run that was not stopped."""
     before, after = Case(first, tied=True), Case(second, tied=True)
     saved = str(rank.tmp_dir / "saved")
     through = fitted(rank, before, SETTINGS.averages())

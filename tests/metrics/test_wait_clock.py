@@ -64,7 +64,7 @@ class Moments:
 
 
 def test_all_observers_hear_of_a_wait_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one wait is inside of another; nobody hears of those outside of `observed_by`."""
+    """They also do if one wait is inside of another. Nobody hears of waits outside of `observed_by`."""
     moments, first = Moments(monkeypatch), WaitClock(torch.device("cpu"))
     with observed_by(first):
         with waiting():
@@ -110,7 +110,7 @@ def test_the_parts_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_waits_of_a_stream() -> None:
-    """They are known when the device is through with them; a stream that waits for nothing waits hardly at all."""
+    """The waits are known when the device has passed them. A stream that waits for nothing waits hardly at all."""
     clock = WaitClock(torch.device("cuda"))
     with observed_by(clock), waiting():
         torch.cuda._sleep(10_000_000)

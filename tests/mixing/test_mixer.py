@@ -206,7 +206,7 @@ def test_mean_of_all_and_back(rank: RankContext) -> None:
 
 
 class Many(Topology):
-    """As many different rounds as there are pairs of a replica and its partner, and more."""
+    """A topology with more different rounds than there are pairs of a replica and its partner."""
 
     def rounds(self, num_replicas: int) -> Sequence[Sequence[Edge]]:
         order = list(range(1, num_replicas))

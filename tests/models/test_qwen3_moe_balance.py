@@ -49,7 +49,7 @@ Batch = dict[str, Tensor]
 
 
 def rows(count: int, length: int = 5) -> list[Batch]:
-    """In every other row two labels do not count."""
+    """Return rows; in every other row two labels do not count."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(32, (count, length + 1), generator=generator)
     labels = ids[:, 1:].clone()
@@ -100,7 +100,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def biases_of(module: nn.Module) -> dict[str, Tensor]:
-    """By layer."""
+    """Return the biases by layer."""
     found = {}
     for name, part in module.named_modules():
         if isinstance(part, ExpertBalance) and part.bias is not None:
@@ -111,12 +111,12 @@ def biases_of(module: nn.Module) -> dict[str, Tensor]:
 class Steps(NamedTuple):
     gradients: list[dict[str, Tensor]]
     biases: list[dict[str, Tensor]]
-    """After each window."""
+    """The biases after each window."""
     losses: list[Tensor]
     """The cross-entropy of each batch."""
     router_losses: list[Tensor]
     loads: list[dict[str, float]]
-    """Of each window."""
+    """The loads of each window."""
 
 
 def plain_steps(
@@ -248,7 +248,7 @@ def test_one_process_equals_plain_torch(recompute: bool) -> None:
     ],
 )
 def test_two_ranks_equal_one_process(rank: RankContext, mesh: MeshConfig, recompute: bool) -> None:
-    """Of 2 accumulated batches of 2 microbatches each; 2 steps."""
+    """The run has 2 steps of 2 accumulated batches, with 2 microbatches each."""
     data = rows(16, length=8)
     module = Balanced(recompute=recompute)
     batch_size = 4 // mesh.domains()["batch"]["dp"]
@@ -264,7 +264,7 @@ def test_two_ranks_equal_one_process(rank: RankContext, mesh: MeshConfig, recomp
     ("schedule", "dense"), [("1f1b", (1,)), ("1f1b", (0, 1)), ("interleaved_1f1b", (1,)), ("zero_bubble_v", (1,))]
 )
 def test_pipelines_equal_one_process(rank: RankContext, schedule: str, dense: tuple[int, ...]) -> None:
-    """Also where the first rank has no mixture."""
+    """They also do if the first rank has no mixture."""
     data = rows(8)
     config = dataclasses.replace(CONFIG, mlp_only_layers=dense)
     balance = dataclasses.replace(BALANCE, global_batch_loss=0.3)
@@ -393,7 +393,7 @@ def test_a_step_that_is_left_out_moves_no_bias(rank: RankContext, way: str) -> N
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("skips", [False, True], ids=["not asked for", "skip_nonfinite"])
 def test_a_router_that_is_no_number_shows(value: float, skips: bool, recwarn: pytest.WarningsRecorder) -> None:
-    """In the loss, of which there is a warning; or its step and its counts are left out."""
+    """NaN shows in the loss, and a warning tells of it; or the step is left out, and so are its counts."""
 
     class Broken(Balanced):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -445,7 +445,7 @@ def test_counts_alone_are_logged_every_n_steps() -> None:
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 @pytest.mark.parametrize("mode", ["sharded", "consolidated"])
 def test_the_bias_is_resumed(tmp_path: Path, mode: Any, precision: Any) -> None:
-    """From a checkpoint that a callback saves after a batch."""
+    """The checkpoint is one that a callback saves after a batch."""
 
     def run(module: Balanced, path: str | None = None) -> None:
         L.seed_everything(SEED, verbose=False)

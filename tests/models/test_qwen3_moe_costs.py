@@ -52,7 +52,7 @@ def counted(layer: nn.Module, *inputs) -> tuple[int, int, int]:
 
 @of_each_kind
 def test_operations_of_a_decoder_layer(config: Qwen3MoeConfig, index: int) -> None:
-    """In float64 experts are plain products, and attention too: the whole square, with two and four products."""
+    """In float64 experts are plain products. So is attention: the whole square, with two and four products."""
     layer, x, rope = decoder_layer(config, index, torch.float64, SEQUENCE)
     square = 2 * SEQUENCE**2 * QUERIES
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -64,7 +64,7 @@ def test_operations_of_a_decoder_layer(config: Qwen3MoeConfig, index: int) -> No
 
 
 def test_operations_of_the_head() -> None:
-    """Of a backward in two halves; in a whole one the forward makes the gradient of the weight as well."""
+    """The backward has two halves. In a whole backward, the forward makes the gradient of the weight as well."""
     head = LMHead(TINY.vocab_size, TINY.hidden_size, initializer_range=0.02)
     x, labels = torch.randn(SEQUENCE, TINY.hidden_size, requires_grad=True), torch.randint(TINY.vocab_size, (SEQUENCE,))
     later = WeightGradients()
@@ -143,7 +143,8 @@ def test_what_a_decoder_layer_keeps(config: Qwen3MoeConfig, index: int) -> None:
 
 
 def test_what_the_head_keeps() -> None:
-    """For the weight backward, with the gradient of the logits. The norm's input comes from outside."""
+    """The head keeps tensors for the weight backward, with the gradient of the logits. The norm's input comes from
+    outside."""
     norm, head = RMSNorm(TINY.hidden_size, 1e-6), LMHead(TINY.vocab_size, TINY.hidden_size, initializer_range=0.02)
     x, labels = torch.randn(1, 512, TINY.hidden_size, requires_grad=True), torch.randint(TINY.vocab_size, (1, 512))
     gradient_of_input = one_activation = x.untyped_storage().nbytes()

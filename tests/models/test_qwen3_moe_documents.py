@@ -25,7 +25,7 @@ from tests.strategy.plain import trainer
 CONFIG = dataclasses.replace(BASE, mlp_only_layers=(1,))
 DENSE = dataclasses.replace(BASE, num_experts=0)  # rounding to bfloat16 sends some tokens to other experts
 LENGTHS = [[12, 1, 20], [33], [5, 28], [1, 1, 15, 16]]
-"""Of the documents in each row."""
+"""The lengths of the documents in each row."""
 
 
 def packed() -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def run(model: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> tuple[
 
 
 def looking_loss(output: Any) -> Tensor:
-    """Of every layer's hidden states, too."""
+    """Return a loss that also depends on the hidden states of every layer."""
     return output.loss + sum((index + 1) * each.square().sum() for index, each in enumerate(output.hidden_states))
 
 

@@ -77,7 +77,8 @@ def one(tmp_path: Path) -> Path:
 
 
 def count_reads() -> Callable[[], int]:
-    """From now on, on this rank: how many elements are read from files. Undone when the answer is asked for."""
+    """Count the elements that this rank reads from files from now on. A call of the result returns the number and ends
+    it."""
     original, num_read = StoredTensor._read, 0
 
     def counted(stored: StoredTensor, picked: Tensor, *room: Any) -> Tensor:
@@ -144,7 +145,7 @@ def counted_writes() -> Iterator[list[int]]:
 
 
 def assert_same_weights(actual: nn.Module, expected: Qwen3MoeForCausalLM) -> None:
-    """Of a stage, those that it has."""
+    """Compare weights; of a stage, those that it has."""
     for name, parameter in actual.named_parameters():
         assert_bitwise_equal(name, parameter, expected.get_parameter(name).to(parameter.dtype))
 
@@ -184,7 +185,7 @@ def tensor_axis(model: nn.Module, domains: MeshDomains) -> None:
 
 
 def tensor_axis_then_fully_sharded(model: nn.Module, domains: MeshDomains) -> None:
-    """Of what was cut along rows, shards are strided."""
+    """Shard over the tensor axis, then fully. Tensors that were sharded along rows get strided shards."""
     place(model, domains.for_axes("tp", domain="dense"), along_tensor_axis)
     shard_fully(model, domains.for_axes("dp_replicate", "dp_cp_shard"))
 
@@ -325,7 +326,7 @@ def test_fused_experts(rank: RankContext, layout: str, tmp_path: Path) -> None:
 
 
 def make_stage(index: int, num_stages: int = 2, seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
-    """With the values of `make_model` of the same seed."""
+    """Return a stage with the values of `make_model` of the same seed."""
     whole = make_model(seed, **changes)
     stage = Qwen3MoeForCausalLM(whole.config, StageInfo(index, num_stages))
     stage.load_state_dict({name: whole.get_parameter(name) for name in stage.state_dict()})
@@ -370,7 +371,7 @@ def test_several_stages_on_a_rank(
 
 
 def test_a_stage_alone_is_loaded_but_not_saved(one: Path) -> None:
-    """In one process, as when a stage is looked at in a notebook."""
+    """The stage is in one process, as in a notebook."""
     stage = make_stage(1, seed=1)
     load_huggingface(stage, one)
     assert_same_weights(stage, make_model())

@@ -39,7 +39,8 @@ def numpys(self: Normal, target: Tensor, shape: Sequence[int], ranges: Sequence[
 
 
 def batches() -> list[Tensor]:
-    """Of a chain in which three tokens may follow each, by chances of 70, 20 and 10 percent: 0.80 nats a token."""
+    """Return batches of a chain in which three tokens may follow each, with chances of 70, 20 and 10 percent: 0.80 nats
+    a token."""
     random = np.random.default_rng(0)
     followers = np.stack([random.permutation(VOCAB)[:3] for _ in range(VOCAB)])
     ids = random.integers(VOCAB, size=(STEPS * ROWS, LENGTH + 1))

@@ -21,11 +21,12 @@ from tests.harness.tolerances import TOLERANCES, Kind
 from tests.models.test_qwen3_moe_model import BASE, VARIANTS, make_batch, make_pair, shift
 
 PACKAGES = [pytest.mark.flash_attn_4, pytest.mark.quack]
-"""That take only long sequences and large products, unless a test says otherwise: `on_packages`."""
+"""The markers of packages that accept only long sequences and large products, unless a test uses `on_packages`."""
 NUM_STEPS, WINDOW = 500, 50
 MOST_APART = 0.02
-"""Of mean losses of a window. Roundings differ, and grow from step to step: two runs on torch's kernels, with first
-weights that differ by 2**-12 of themselves, were up to 0.0117 apart in bf16-mixed, over windows of 20."""
+"""The largest difference of mean losses of a window. Roundings differ, and grow from step to step. Two runs on torch's
+kernels with first weights that differ by 2**-12 of themselves were up to 0.0117 apart, in bf16-mixed and windows of
+20."""
 
 
 def check(changes: dict, dtype: torch.dtype, device: str, kernels: Kernels) -> None:
@@ -61,7 +62,7 @@ def test_bfloat16_equals_transformers_on_a_gpu(changes: dict, kernels: Kernels) 
 
 @pytest.fixture
 def on_packages(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Has "auto" take packages for all that they can run, and counts what it took."""
+    """Make "auto" use packages wherever they can run, and count what it used."""
     products, flash = (sys.modules[f"lightning_d9d.ops.{name}"] for name in ("grouped_gemm", "flash_attention"))
     calls: Counter[str] = Counter()
 

@@ -50,7 +50,7 @@ OF_EXPERTS = (
 
 
 def make_reference(config):
-    """Of transformers, with random weights."""
+    """Return the model of transformers, with random weights."""
     import transformers
 
     values = dataclasses.asdict(dataclasses.replace(config, vocab_splits=None))

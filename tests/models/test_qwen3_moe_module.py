@@ -282,7 +282,7 @@ FORMATS: dict[str, Callable[[dict[str, Any], Path], None]] = {
 def test_a_checkpoint_of_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[dict[str, Any], Path], None], keep_arguments: bool
 ) -> None:
-    """It says how Lightning makes the object, and has dataclasses as dicts."""
+    """Such a checkpoint says how Lightning makes the object, and has dataclasses as dicts."""
     monkeypatch.setattr(sys, "argv", ["lightning-d9d"])
     sizes = dataclasses.asdict(CONFIG)
     arguments = {"config": sizes, "balance": {"bias_rate": 0.5}, "width": 3, "betas": [0.5, 0.75]}

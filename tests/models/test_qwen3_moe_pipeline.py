@@ -77,7 +77,7 @@ def pretrained(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
 def test_weights_come_in_and_go_out_and_text_is_that_of_the_whole_model(
     rank: RankContext, schedule: str, tied: bool
 ) -> None:
-    """With interleaved_1f1b the last stage is on rank 1, with zero_bubble_v on rank 0, beside the first."""
+    """The last stage is on rank 1 with interleaved_1f1b. With zero_bubble_v it is on rank 0, beside the first."""
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     start, end = rank.tmp_dir / "start", rank.tmp_dir / "end"
     save_huggingface(pretrained(config), start)
@@ -198,7 +198,7 @@ def test_perplexity_and_predictions_are_those_of_the_whole_model(rank: RankConte
 
 
 class Looking(Qwen3MoePretraining):
-    """Its loss looks at the hidden states of every layer."""
+    """A module whose loss depends on the hidden states of every layer."""
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         inputs = super().microbatch_inputs(microbatch)

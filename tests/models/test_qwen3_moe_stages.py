@@ -67,7 +67,7 @@ def backward_as_pipeline(loss: Tensor, received: list[dict[str, Any]], outputs: 
 
 
 def gradients_of(stages: list[Qwen3MoeForCausalLM]) -> dict[str, Tensor]:
-    """By name; those of a parameter that two stages have are summed."""
+    """Return gradients by name; those of a parameter in two stages are summed."""
     gradients: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():

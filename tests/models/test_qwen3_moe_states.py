@@ -122,7 +122,7 @@ def collected(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def test_sums_are_float32() -> None:
-    """With more tokens than bfloat16 can count."""
+    """There are more tokens than bfloat16 can count."""
     x = torch.randn(2, 3000, 8, generator=torch.Generator().manual_seed(0)).add(1).bfloat16().requires_grad_()
     mask = torch.arange(3000) < torch.tensor([[3000], [700]])
     means = collected(x, mask)
@@ -199,7 +199,8 @@ def test_a_mask_of_another_length_is_refused_with_its_batch() -> None:
 
 
 class Showing(Watched):
-    """Its loss looks at whole and at pooled states, for each row as often as it has labels; it predicts both."""
+    """A module whose loss depends on whole and on pooled states, for each row as often as it has labels. It predicts
+    both."""
 
     prediction_dim = None
 
@@ -320,7 +321,7 @@ class Embedding(Qwen3MoePretraining):
 
 @pytest.mark.ranks(2)
 def test_means_add_little_to_a_message(rank: RankContext) -> None:
-    """For each row one number for each layer of the first stage and column, where whole states have a token's too."""
+    """A mean adds one number a row for each layer of the first stage and column, where whole states add one a token."""
     config = Case("pp2").model
     module = Embedding(config)
     batch = batch_of(0, data=Data(16))

@@ -157,7 +157,8 @@ def test_hooks_of_norms_are_called():
 
 
 def test_norms_may_be_exchanged():
-    """Also by FSDP2, which gives what it shards another class, and gathers the weight when that is called."""
+    """FSDP2 may also exchange them: it gives sharded modules another class, and gathers the weight when one is
+    called."""
     torch.manual_seed(0)
     attention = GroupedQueryAttention(16, 4, 2, 8, norm_eps=1e-6, initializer_range=0.5).double()
     x = torch.randn(2, 7, 16, dtype=torch.float64)

@@ -227,7 +227,7 @@ def test_load_of_experts() -> None:
 
 
 def losses_by_definition(router: TopKRouter, x: Tensor) -> dict[str, Tensor]:
-    """Of sequences `[sequences, tokens, hidden]` on one rank, token by token."""
+    """Compute the losses of sequences `[sequences, tokens, hidden]` on one rank, token by token."""
 
     def of_tokens(rows: Tensor) -> Tensor:
         mean = torch.zeros(NUM_EXPERTS, dtype=torch.float64)

@@ -27,7 +27,7 @@ on_2_and_4_ranks = pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=p
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor]
 """Tokens, the experts of each, their weights, and the gradient of the result."""
 Routing = Callable[[Tensor, int], Tensor]
-"""From probabilities of experts and `top_k` to the experts of each token."""
+"""A function from probabilities of experts and `top_k` to the experts of each token."""
 
 ROUTINGS: dict[str, tuple[Sequence[int], Routing]] = {
     "natural": ([6, 6, 6, 6], lambda probabilities, top_k: probabilities.topk(top_k).indices),
@@ -172,7 +172,7 @@ def test_rows_of_an_expert_are_ordered_by_rank_and_token(rank: RankContext) -> N
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("routing", ["natural", "one expert", "experts of one rank"])
 def test_a_token_goes_to_a_rank_at_most_once(rank: RankContext, routing: str) -> None:
-    """Also with all its experts there; the numbers and weights of its experts are beside it."""
+    """This also holds if all its experts are there. The numbers and weights of its experts come with it."""
     dispatch = AllToAllDispatch(NUM_EXPERTS, rank.group)
     x, indices, weights, _ = on_device(make_tokens(rank.rank, routing, top_k=2), rank)
     splits = []
@@ -300,7 +300,7 @@ def test_the_host_waits_for_nothing_but_the_counts(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_whole_mixture(rank: RankContext) -> None:
-    """With its router, whose parameter each rank holds."""
+    """The mixture has its router, whose parameter each rank holds."""
     mesh = init_device_mesh(rank.device.type, (2,))
     torch.manual_seed(0)
     moe = SparseMoE(HIDDEN, INTERMEDIATE, NUM_EXPERTS, 3, normalize=True, initializer_range=0.3).double()

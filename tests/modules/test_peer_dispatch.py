@@ -210,7 +210,7 @@ def test_a_cuda_graph(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_rank_on_another_host_is_refused_on_every_rank(rank: RankContext) -> None:
-    """Before any memory is made, so no rank waits for another."""
+    """It is refused before any memory is made, so no rank waits for another."""
     mesh = init_device_mesh(rank.device.type, (2,))
     dispatch = PeerDispatch(NUM_EXPERTS, mesh.get_group())
     own = on_device(make_tokens(rank.rank, "natural", 2), rank)

@@ -85,7 +85,7 @@ def body(rank: int, num_ranks: int, symmetric: bool, dtype: torch.dtype, directo
 def test_equals_one_process(
     num_ranks: int, symmetric: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With torch's symmetric memory, and with memory that CUDA shares between processes."""
+    """Memory is torch's symmetric memory, or memory that CUDA shares between processes."""
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     spawn: Callable[..., None] = multiprocessing.spawn  # type: ignore[attr-defined]

@@ -22,12 +22,12 @@ Op = Callable[..., Any]
 """Called with the tensors by name; returns a tensor or a tuple of them."""
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-"""On the CPU kernels run in Triton's interpreter."""
+"""The devices of tests. On the CPU kernels run in Triton's interpreter."""
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LAYOUTS = ["contiguous", "transposed", "sliced", "expanded"]
 
 MOST_ERROR = 2.0
-"""Of that of the reference in the same dtype."""
+"""The largest error, as a multiple of that of the reference in the same dtype."""
 
 
 def dtypes(device: str) -> list[torch.dtype]:

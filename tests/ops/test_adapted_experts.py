@@ -110,7 +110,7 @@ def test_groups_of_every_size(name: str, sizes: str, device: str) -> None:
 @DEVICES
 @pytest.mark.parametrize("rank", RANKS)
 def test_copies_are_made_and_summed(rank: int, device: str) -> None:
-    """Of few columns the products are dense, of many they go by rows."""
+    """Products with few columns are dense, and those with many go by rows."""
     experts, tokens = 6, 11
     copies = sort_by_expert(torch.rand(tokens, experts).argsort(1)[:, :TOP_K].to(device), experts)
     arguments = {"offsets": copies.offsets, "copies": copies}

@@ -52,7 +52,7 @@ def test_without_choice_equals_the_reference(heads, kv_heads, name, dtype, devic
 
 
 def arguments(batch, heads, kv_heads, seq, head_dim, *, lengths=None, has_sinks=False):
-    """By name, as `check_op` takes them; documents of about `lengths` tokens."""
+    """Return arguments by name, as `check_op` takes them, with documents of about `lengths` tokens."""
     generator = torch.Generator().manual_seed(seq)
     shapes = {"q": (batch, heads, seq, head_dim), "k": (batch, kv_heads, seq, head_dim)}
     shapes["v"] = shapes["k"]
@@ -105,7 +105,7 @@ def test_large_blocks(device):
     ids=str,
 )
 def test_every_shape(head_dim, dtype, seq):
-    """Not those of a few tokens alone, whose gradients are differences of almost equal numbers."""
+    """Shapes have more than a few tokens, whose gradients are differences of almost equal numbers."""
     for (heads, kv_heads), lengths, window, has_sinks in [
         ((4, 4), None, None, False),
         ((4, 2), 30, 200, True),
@@ -131,7 +131,7 @@ def test_every_gradient_alone_and_together(device):
 
 @DEVICES
 def test_ids_in_any_order(device):
-    """Of 64 bits, and of 32 with the batch side by side in memory."""
+    """Ids have 64 bits, or 32 bits with the batch side by side in memory."""
     tensors = arguments(2, 1, 1, 70, 16)
     rows = [[2**40, 5, -(2**40)] * 23 + [5], [-1] * 20 + [7] * 30 + [-1] * 20]
     tensors["documents"] = torch.tensor(rows)
@@ -223,7 +223,7 @@ def test_without_a_gradient_there_are_none(device):
 
 @pytest.mark.gpu
 def test_no_square_and_no_waiting():
-    """Of 64k tokens a mask would take 8 GiB; the host does not wait for the device."""
+    """A mask of 64k tokens would take 8 GiB. The host does not wait for the device."""
     q, k, v = (torch.randn(1, n, 2**16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4, 1, 1))
     documents = torch.arange(2**16, device="cuda")[None] // 1000
     for window in (None, 512):

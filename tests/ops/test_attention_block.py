@@ -92,7 +92,7 @@ def in_blocks(q, k, v, documents, grad_out, borders):
 @by_heads
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
 def test_blocks_make_up_the_whole(has_documents, heads, kv_heads):
-    """With documents some queries find no key in an earlier block, nor all in one."""
+    """With documents some queries find no key in an earlier block, and some find none in any block."""
     q, k, v, grad_out = make(heads, kv_heads, 12, 12)
     documents = torch.tensor([[0] * 2 + [1] * 8 + [0] * 2, [3] * 5 + [4] * 7]) if has_documents else None
     allowed = lower(2, 12)

@@ -147,7 +147,7 @@ def has_version_4(monkeypatch):
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_version_4_is_an_operator(has_version_4, has_sinks, window, monkeypatch):
-    """It is chosen where there are no documents, compiled and not, and takes part where blocks are put together."""
+    """It is chosen if there are no documents, compiled and not, and is one of the kernels of blocks."""
     monkeypatch.setattr(
         sys.modules["lightning_d9d.ops.attention"], "runs_triton", lambda *_, by_default=True: by_default
     )
@@ -176,7 +176,7 @@ def test_version_4_sums_in_order_if_asked(has_version_4, monkeypatch):
 
 
 def test_version_4_is_left_alone(has_version_4):
-    """By kernels of torch alone, by documents, by other kernels that are named, and by few tokens."""
+    """It is not used with torch's kernels alone, with documents, with other named kernels, or for few tokens."""
     inputs, gradient = make(4, 2, torch.float32, seq=32)
     with using_kernels("triton"):
         assert_equals_reference(attention(*inputs), inputs, gradient)
@@ -214,7 +214,8 @@ def test_who_has_blocks(monkeypatch):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_version_4_runs_blocks(has_version_4, causal, monkeypatch):
-    """Of many keys, others on other kernels; forward and backward of a block run on one."""
+    """It runs blocks of many keys, and other kernels run the others. Forward and backward of a block run on one
+    kernel."""
     blocks = sys.modules["lightning_d9d.ops.attention_block"]
     monkeypatch.setattr(blocks, "runs_triton", lambda *_, by_default=True: by_default)
     (q, k, v), grad_out = make(4, 2, torch.float32, seq=40)

@@ -31,7 +31,7 @@ from lightning_d9d.ops.compile_ahead import THREAD_PREFIX, only_compiles
 from lightning_d9d.ops.operator import define
 
 Call = tuple[bool, str, torch.Size, tuple[int, ...], bool]
-"""Of a kernel: only compiled or not, its tensor's device, sizes and strides, and the option."""
+"""A call of a kernel: whether it was only compiled, its tensor's device, sizes and strides, and the option."""
 _names = count()
 
 

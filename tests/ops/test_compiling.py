@@ -114,7 +114,7 @@ def test_a_kernel_is_locked_while_it_is_compiled(hooks: tuple[Hook, Hook, list[s
 def test_what_fails_to_compile_keeps_no_lock_when_the_next_begins(
     hooks: tuple[Hook, Hook, list[str]], then: str
 ) -> None:
-    """Also when it is the same again."""
+    """This also holds if the next one is the same again."""
     begin, end, _ = hooks
     begin(Options("fails"))
     begin(Options(then))

@@ -129,7 +129,7 @@ def test_rounding_is_without_bias(kind: Codes) -> None:
 
 
 def test_squares_are_never_zero() -> None:
-    """Beside any larger ones, and where all are 0."""
+    """They are not zero beside any larger ones, nor if all are 0."""
     values = torch.zeros(3, BLOCK)
     values[0, :2] = torch.tensor([1.0, 1e-30])
     values[1, 0] = 1e-38

@@ -47,7 +47,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "explanation" / "initial-weights.md"
 
 
 def places_of(shape: Sequence[int], ranges: Sequence[range]) -> list[int]:
-    """By the definition of row-major order."""
+    """Return places by the definition of row-major order."""
     places = np.zeros((), np.int64)
     for size, held in zip(shape, ranges, strict=True):
         places = places[..., None] * size + np.asarray(held, np.int64)
@@ -70,7 +70,7 @@ def expected(name: str, dtype: torch.dtype, std: float = 0.02) -> Tensor:
 
 
 def test_words_are_the_published_ones() -> None:
-    """Of Random123, for a counter and a key of zeros; the counter of place 0 is 1."""
+    """The words are those of Random123 for a counter and a key of zeros. The counter of place 0 is 1."""
     assert [word_of(place, 0) for place in range(-4, 0)] == [
         0x16554D9ECA36314C,
         0xDB20FE9D672D0FDC,
@@ -229,11 +229,11 @@ def test_threads_are_the_cores_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> 
 UNIT = 2**16
 COINS = {UNIT * (ones - 16): math.comb(32, ones) for ones in range(33)}
 PIECES = {total - (UNIT - 1): UNIT - abs(UNIT - 1 - total) for total in range(2 * UNIT - 1)}
-"""Of what is added, each about its mean: how many words have it."""
+"""The summands, each less its mean, with the number of words that have it."""
 
 
 def moment(power: int) -> Fraction:
-    """Of the integers, over all words."""
+    """Return a moment of the integers, over all words."""
 
     def of(counts: dict[int, int], power: int) -> Fraction:
         return Fraction(sum(count * value**power for value, count in counts.items()), sum(counts.values()))
@@ -242,7 +242,7 @@ def moment(power: int) -> Fraction:
 
 
 def share_beyond(deviations: float) -> Fraction:
-    """Of all words, those whose integer is farther from zero than so many standard deviations."""
+    """Return the share of words whose integer is farther from zero than this number of standard deviations."""
     bound = math.floor(deviations * math.sqrt(VARIANCE))
     above = 0
     for coin, count in COINS.items():
@@ -275,7 +275,7 @@ def test_moments_and_tails_are_as_documented() -> None:
 
 
 def test_drawn_values_have_these_tails() -> None:
-    """Of four million, and no correlation between neighbours, within a call of Philox or across."""
+    """There are four million values. Neighbours are not correlated, within a call of Philox or across calls."""
     count = 2**22
     x = fill_normal_(torch.empty(count), 1.0, KEY, (count,), [range(count)]).double()
     assert abs(x.mean()) < 5 / count**0.5

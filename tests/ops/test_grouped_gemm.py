@@ -428,7 +428,7 @@ def test_operands_that_do_not_fit():
 
 
 def gemm_of_quack(a, b, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned):
-    """As its products are called, by torch's; what is after the last group is not a number."""
+    """Call torch's products as quack's are called. Rows after the last group are NaN."""
     assert not tuned
     if cu_seqlens_k is not None:
         return F.grouped_mm(a, b, offs=cu_seqlens_k[1:])

@@ -297,7 +297,7 @@ def test_two_halves_have_16_bits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [False, True])
 def test_wide_products_of_narrow_factors(splits: bool) -> None:
-    """As exact as with all cast to float32: gradients are rounded to bfloat16 in the end."""
+    """They are as exact as with all factors cast to float32: gradients are rounded to bfloat16 in the end."""
     generator = torch.Generator().manual_seed(0)
     x, weight, dy = (torch.randn(*s, generator=generator).cuda() for s in ((3, 65, 256), (24, 256), (3, 65, 24)))
     x, weight = (each.bfloat16().requires_grad_() for each in (x, weight))

@@ -21,7 +21,7 @@ SHAPES = [(1, 1, 1), (21, 3, 3), (33, 8, 2), (7, 100, 6), (3, 512, 8)]
 
 
 def make_logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
-    """Of which no two of a token are equal in float16."""
+    """Return logits; no two of a token are equal in float16."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
     return (order - (num_experts - 1) / 2) * 8 / num_experts * torch.linspace(0.5, 1, num_tokens).unsqueeze(1)

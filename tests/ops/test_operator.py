@@ -22,7 +22,7 @@ from lightning_d9d.ops.operator import define
 from tests.harness.compare import assert_bitwise_equal
 
 callers: list[str] = []
-"""Of the implementations below, since it was emptied: the files in which they were called."""
+"""The files that called the implementations below since it was emptied."""
 
 
 def note_caller() -> None:
@@ -97,7 +97,7 @@ def _no_callers():
 
 
 def went_straight() -> list[bool]:
-    """Of each call whether it came from `operator.py` itself, and not through torch."""
+    """Return for each call whether it came from `operator.py` itself, and not through torch."""
     assert callers
     return [Path(name) == Path(operator.__file__) for name in callers]
 

@@ -52,7 +52,7 @@ def test_every_gradient_alone_and_together(device):
 
 @DEVICES
 def test_without_eps(device):
-    """Also where the last rows of a tile are none."""
+    """The last rows of a tile may be missing."""
     for rows in (3, 129):
         check_op(rms_norm, rms_norm_reference, inputs(rows, 32), torch.float32, device, eps=0.0)
 

@@ -49,7 +49,7 @@ def only(tensors, has_norm, is_paired):
 
 
 def twice(reference):
-    """Of queries and keys, each alone."""
+    """Apply the op to queries and keys, each alone."""
 
     def both(q, k, q_weight=None, k_weight=None, **options):
         of_q, of_k = ({} if weight is None else {"weight": weight} for weight in (q_weight, k_weight))
@@ -293,7 +293,7 @@ def test_tables_may_be_trained(device):
 
 @DEVICES
 def test_without_eps(device):
-    """Also where the last rows of a tile are none."""
+    """The last rows of a tile may be missing."""
     for shape in ((1, 37, 4, 32, 16), (1, 3, 2, 14, 5), (3, 37, 1, 32, 16)):
         check(True, True, inputs(*shape), torch.float32, device, eps=0.0)
 

@@ -1,4 +1,4 @@
-"""That what runs under the sanitizer runs, and has every op."""
+"""The program for the sanitizer must run, and must have every op."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_linear_with_a_replicated_weight(rank: RankContext, split: bool) -> None
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("split", [False, True], ids=["full backward", "split backward"])
 def test_linear_with_a_weight_that_is_cut_is_refused(rank: RankContext, split: bool) -> None:
-    """Such as one that is fully sharded and has not been gathered: half of the result would pass for the whole."""
+    """An example is a weight that is fully sharded and not gathered: half of the result would pass for the whole."""
     weight = parameter(random(4, 6, seed=0, device=rank.device), init_device_mesh(rank.device.type, (2,)), [Shard(0)])
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         run(linear, random(3, 6, seed=1, device=rank.device), weight, split=split)

@@ -32,7 +32,7 @@ def apart_reference(gate, up, weights=None):
 
 
 def check(tensors, dtype, device, *, forms=(True, False), **options):
-    """In one piece and in two, with weights and without; `gradients_of` as for gate and up apart."""
+    """Check the op in one piece and in two, with weights and without. `gradients_of` names gate and up separately."""
     names = options.pop("gradients_of", ARGUMENTS)
     fused_names = [name for name in names if name == "weights"] + (["gate_up"] if {"gate", "up"} & {*names} else [])
     gate_up = torch.cat([tensors["gate"], tensors["up"]], -1)

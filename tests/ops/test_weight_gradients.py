@@ -423,7 +423,7 @@ def test_deferred_ends_under_exceptions_and_nests():
 
 
 def test_outputs_as_edges_of_the_graph():
-    """For outputs whose values have been sent away and freed."""
+    """The values of the outputs have been sent away and freed."""
     stage, x = Layers(lambda m, x: checkpoint(m.b, m.a(x).sin(), use_reentrant=False)), make_input()
     dy = torch.randn(2, 4, SIZE, dtype=torch.float64)
     stage(x).backward(dy)
@@ -482,7 +482,7 @@ def test_threads_have_objects_of_their_own():
 
 
 def test_gradients_taken_inside_the_forward_are_not_noted():
-    """Such as forces, the gradient of an energy by the positions."""
+    """Examples are forces, the gradient of an energy by the positions."""
 
     def way(m, x):
         (force,) = torch.autograd.grad(m.b(m.a(x).sin()).sum(), x)

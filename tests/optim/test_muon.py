@@ -164,7 +164,7 @@ def test_a_state_of_bfloat16_weights_is_loaded_in_float32() -> None:
 
 
 def test_a_loss_scaler_is_respected() -> None:
-    """That of torch for float16: gradients are divided, and a step with infinite ones is left out."""
+    """The scaler is torch's for float16: gradients are divided, and a step with infinite ones is left out."""
     ours, theirs = (nn.Parameter(drawn(3, 4, dtype=torch.float32)) for _ in range(2))
     scaled, plain = (MuonAdamW([each], lr=0.1) for each in (ours, theirs))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

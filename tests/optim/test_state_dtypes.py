@@ -44,7 +44,7 @@ def steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, count: int,
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)], ids=str)
 def test_a_row_without_gradients_and_then_with_some(betas: tuple[float, float]) -> None:
-    """Such as that of a rare word: its weights move as AdamW moves them, before, in the pause and behind it."""
+    """Rows of rare words are such rows. Their weights move as those of AdamW, before the pause, in it and after it."""
     values = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
     scales = torch.logspace(-4, 0, 96)  # places of a block that differ much
     ours, theirs = nn.Parameter(values.clone()), nn.Parameter(values.clone())
@@ -140,7 +140,7 @@ def test_bytes_of_a_parameter() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("shape", [(4, 40), (4, 96), (2, 4, 48)], ids=str)
 def test_rows_sharded_within_blocks_are_refused(rank: RankContext, shape: tuple[int, ...]) -> None:
-    """On all ranks alike; a group with other states takes them."""
+    """All ranks refuse them alike. A group with other states accepts them."""
     domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
     mesh, dim = domains.for_axes("dp_cp_shard"), len(shape) - 1
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]

@@ -245,7 +245,7 @@ PLACEMENTS = {
 @pytest.mark.parametrize("placements", PLACEMENTS.values(), ids=PLACEMENTS.keys())
 @ALL_DTYPES
 def test_shards_get_the_bits_of_the_whole(rank: RankContext, placements: Any, state_dtype: torch.dtype) -> None:
-    """With rows that do not divide, a parameter that has no row on the second rank, and one that stays plain."""
+    """Some rows do not divide, one parameter has no row on the second rank, and one stays plain."""
     domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
     mesh = domains.for_axes("dp_cp_shard")
     generator = torch.Generator().manual_seed(0)

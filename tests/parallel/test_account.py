@@ -74,7 +74,7 @@ class Case:
     mesh: MeshConfig
     held: dict[int, Held]
     stages_of_rank: Sequence[int] | None = None
-    """In a pipeline with twice as many stages as ranks."""
+    """The stages of a rank, in a pipeline with twice as many stages as ranks."""
 
 
 CASES = {
@@ -384,7 +384,7 @@ def held_by(stages: Sequence[Qwen3MoeForCausalLM]) -> Held:
 
 
 def gradient_bytes(stages: Sequence[Qwen3MoeForCausalLM]) -> int:
-    """Between backward and step: what FSDP2 reduces, and buffers of the rest."""
+    """Return the bytes between backward and step: those that FSDP2 reduces, and buffers of the rest."""
     in_units, rest = 0, []
     for stage in stages:
         sharded = fully_sharded(stage)
@@ -463,7 +463,7 @@ NARROW = Qwen3MoeConfig(
     ],
 )
 def test_ranks_that_share_a_copy_hold_each_element_once(num_experts: int, degrees: str) -> None:
-    """Of 32 ranks each is built, with the numbers 0, 1, 2, ... as weights."""
+    """Each of 32 ranks is built, with the numbers 0, 1, 2, ... as weights."""
     config = MeshCase(degrees).config
     pp = config.pipeline_parallel
     model = dataclasses.replace(NARROW, num_hidden_layers=pp, num_experts=num_experts)

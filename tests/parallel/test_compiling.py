@@ -37,7 +37,7 @@ grouped_gemm_module = sys.modules["lightning_d9d.ops.grouped_gemm"]  # the packa
 
 @contextmanager
 def compiler(backend: str = "aot_eager", *, whole: bool = True) -> Generator[None]:
-    """That refuses what it cannot take whole, unless parts will do."""
+    """Return a compiler that refuses blocks which it cannot compile whole, unless parts are allowed."""
     torch._dynamo.reset()
     counters.clear()
     with mock.patch.object(compiling.torch, "compile", partial(torch.compile, backend=backend, fullgraph=whole)):
@@ -90,7 +90,7 @@ def test_layers_share_a_compilation_and_shapes_are_compiled_twice() -> None:
 
 
 def test_split_backwards_have_no_weight_phase() -> None:
-    """Of the model's parameters only those outside of blocks wait."""
+    """Only the parameters outside of blocks wait for the weight backward."""
     model, inputs = make_qwen3(torch.float32)
     compile_blocks(model, COMPILED, list(model.model.layers.values()))
     later = WeightGradients()

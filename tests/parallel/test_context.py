@@ -67,7 +67,7 @@ def whole(case: Case) -> dict[str, Tensor]:
 
 
 def local(case: Case, rank: RankContext) -> Case:
-    """This rank's part, where the model would have it in memory."""
+    """Return this rank's part, with the layout in memory that the model would give it."""
     shard = SequenceShard(rank.rank, rank.world_size)
     parts = (shard.take(t.transpose(1, 2), 1).to(rank.device).transpose(1, 2) for t in case[:4])
     return Case(*parts, None if case.documents is None else shard.take(case.documents, 1).to(rank.device))
@@ -331,7 +331,7 @@ def test_kernels(rank: RankContext, backend: str, kv_heads: int, kind: str) -> N
 @pytest.mark.ranks(2)
 @by_kind
 def test_version_4_of_flash_attention(rank: RankContext, kind: str) -> None:
-    """In all blocks, forward and backward, where they are long enough."""
+    """It runs in all blocks that are long enough, forward and backward."""
     case = make(heads=4, kv_heads=2, seq=1024, head_dim=64, dtype=torch.bfloat16)
     shard = SequenceShard(rank.rank, 2)
     expected = {name: shard.take(t, 2) for name, t in whole(Case(*(t.float() for t in case[:4]), None)).items()}

@@ -172,14 +172,14 @@ def test_a_kept_stage_is_gathered_and_reduced_once_a_batch(rank: RankContext) ->
 
 
 def sequence_with_a_tie() -> nn.Module:
-    """Of the first block and the last; another has no parameters."""
+    """Return a sequence whose first and last block share a parameter; another block has no parameters."""
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
     return BlockSequence([first, nn.Linear(4, 4), nn.Tanh(), last], StageInfo(0, 1))
 
 
 def tower_with_ties() -> nn.Module:
-    """Of a layer outside of blocks and one inside, and of a block that has another block's layer."""
+    """Return a tower with two tied parameters: of a layer outside of blocks and one inside, and of two blocks."""
     tower: Any = Tower()
     tower.middle.listed[1].weight = tower.first.weight
     tower.named["8"] = Only({"only": tower.named["7"]["only"]})

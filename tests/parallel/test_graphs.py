@@ -182,7 +182,7 @@ def test_what_python_decides_is_captured_apart(gpu: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 def test_hooks_on_parameters_are_refused(gpu: str) -> None:
-    """They would run in the graph and behind it."""
+    """Such hooks would run in the graph and after it."""
     _, captured = layers(gpu)
     handle = captured[1].up_proj.weight.register_hook(lambda gradient: 2 * gradient)
     x = torch.randn(2, 5, 8, device=gpu)
@@ -229,7 +229,7 @@ def test_nothing_is_captured_without_training() -> None:
 @pytest.mark.parametrize("device", ON_ANY_DEVICE)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_by_a_trainer(precision: str, device: str, tmp_path: Path) -> None:
-    """With validation in between, accumulated batches, and a second fit of the same module."""
+    """The run has validations in between, accumulated batches, and a second fit of the same module."""
     curves = []
     for parallel in (ParallelConfig(), CAPTURED):
         L.seed_everything(0, verbose=False)

@@ -63,7 +63,7 @@ def views_of(config: MeshConfig) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("layout", ShardingKind)
 def test_axes_of_a_layout_are_the_ranks_of_a_stage(layout: ShardingKind) -> None:
-    """They are axes of one view of the ranks, so no rank is met along two of them."""
+    """The axes of a layout are axes of one view of the ranks, so no rank is met along two of them."""
     axes = [*WHO_SUMS[layout]]
     for config in legal_meshes(24, DENSE):
         for view in (view for view in views_of(config) if {*axes} <= {*view}):
@@ -185,7 +185,8 @@ def test_each_parameter_has_its_layout(name: str) -> None:
 
 
 def ranks_of_sums(layout: ShardingKind, config: MeshConfig, num_heads: int, rank: int) -> dict[Summed, tuple[int, ...]]:
-    """For each way of summing that the table has for a layout, the ranks of the sums that a rank is part of.
+    """Return the ranks of the sums that a rank takes part in, for each way of summing of a layout. If there are more
+    tensor ranks than `num_heads` heads of keys and values, there are copies.
 
     Of `num_heads` heads of keys and values there are copies if there are more tensor ranks.
     """
@@ -258,7 +259,8 @@ class Stage(nn.Module):
 
 
 def loss_of(stage: nn.Module, dp_rank: int, shard: SequenceShard) -> Tensor:
-    """Of a rank's part of a row, with random weights: a sum that lacks a part, or has one twice, is another."""
+    """Return a loss of a rank's part of a row, with random weights. A sum that lacks a part, or has one twice,
+    differs."""
     generator = torch.Generator().manual_seed(dp_rank)
     length = 8 + 8 * dp_rank
     ids = torch.randint(16, (1, length), generator=generator)
@@ -345,7 +347,7 @@ CUT_AND_SHARDED = (ShardingKind.FULLY_SHARDED, ShardingKind.TENSOR_FULLY_SHARDED
 def test_ranks_sum_as_the_table_says(
     rank: RankContext, degrees: str, num_experts: int, num_heads: int, layouts: Sequence[ShardingKind]
 ) -> None:
-    """In a backward they sum over the axes of the table and over no others, and the sums are those of one process."""
+    """In a backward they sum over the axes of the table and no others, and the sums are those of one process."""
     config = Case(degrees).config
     mesh = MeshDomains.build(config, rank.device.type)
     has_options = mesh.sizes["cp"] == 1

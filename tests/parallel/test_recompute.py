@@ -202,7 +202,7 @@ class MLP(nn.Module):
 
 
 def test_selective_keeps_once_what_is_needed() -> None:
-    """Not the last products' results, but for a number in place of those of the experts."""
+    """It does not keep results of the last products, except a number in place of those of the experts."""
     model, x = MLP(), torch.randn(6, HIDDEN)
     recompute_activations(model, of_kind("selective"), [model])
     assert bytes_kept(model, {"x": x}) == 6 * 24 * 4
@@ -276,7 +276,7 @@ def test_a_second_backward() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_gradients_wait_for_the_weight_backward(kind: str) -> None:
-    """Also those of recomputed blocks; the recomputation itself is over before."""
+    """Those of recomputed blocks wait, too. The recomputation itself is over before."""
     halves = {}
     for each in ("none", kind):
         model, inputs = make_qwen3(torch.float32)
@@ -500,7 +500,7 @@ def test_dtensors(rank: RankContext, is_product_of_dtensors: bool) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fully_sharded_blocks_are_gathered_once_in_the_backward(rank: RankContext, kind: str) -> None:
-    """Also experts, a unit of their own inside of what is recomputed."""
+    """Experts are gathered once, too: they are a unit inside of the recomputed block."""
     mesh = init_device_mesh(rank.device.type, (2,))
     results, gathered = {}, {}
     for each in ("none", kind):

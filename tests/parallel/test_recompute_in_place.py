@@ -1,4 +1,4 @@
-"""Kept results that a recomputed module has modified in place are made again."""
+"""Kept results are computed again if a recomputed module has modified them in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HIDDEN = 4
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dims", [2, 3])
 def test_products_that_are_modified_are_made_again(bias: bool, dims: int) -> None:
-    """With three dims the module gets another view of the product, which need not count changes with it."""
+    """With three dims the module gets another view of the product, which need not count its changes."""
     results = {}
     for kind in ("none", "selective"):
         torch.manual_seed(0)

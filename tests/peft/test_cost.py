@@ -89,7 +89,7 @@ def test_frozen_weights_have_no_product(method: PeftMethod) -> None:
 
 
 WIDTH, NUM_TOKENS = 48, 64
-"""Of the model; adapters of rank 2 have no tensor that is half as large as the tokens' rows."""
+"""The model's width and number of tokens. Adapters of rank 2 have no tensor half as large as the tokens' rows."""
 PRODUCT_EVENTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 VIEWS = ("aten::view", "aten::as_strided", "aten::_unsafe_view", "aten::alias", "aten::detach")
 

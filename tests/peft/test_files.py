@@ -168,7 +168,7 @@ def test_we_compute_with_files_of_peft(base, tmp_path, name):
 
 
 BFLOAT16 = pytest.mark.parametrize("base", [0.1], indirect=True)
-"""Of weights so small that adapters change which experts a token visits, and rounding alone seldom does."""
+"""Weights so small that adapters change which experts a token visits, and rounding alone seldom does."""
 
 
 def divergence(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -124,7 +124,7 @@ def test_merging_twice_or_nothing_is_refused():
 
 
 def test_gradients_are_those_of_the_sum():
-    """Of an adapter, from the gradient of the weight that it stands for."""
+    """The gradients of an adapter follow from that of the weight that it stands for."""
     model = with_values(model_of())
     labels = (IDS + 1) % CONFIG.vocab_size
     model(IDS, labels, reduction="sum").loss.backward()

@@ -36,9 +36,9 @@ SMALL = dataclasses.replace(CONFIG, num_hidden_layers=2)
 METHOD = LoRA(rank=4, alpha=6, rank_of_experts=3)
 IDS = torch.arange(42).view(2, 21) * 5 % CONFIG.vocab_size
 TINY = dataclasses.replace(SMALL, num_hidden_layers=1, num_experts=4)
-"""For ranks: the interpreter runs every program of a kernel by itself."""
+"""A model for ranks, small because the interpreter runs every program of a kernel separately."""
 TWO_STEPS = Tolerance(relative=5e-5)
-"""In float32."""
+"""The tolerance of two steps in float32."""
 
 
 class Step(NamedTuple):

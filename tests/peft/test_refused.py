@@ -88,7 +88,7 @@ def test_targets_in_compiled_blocks(rank: RankContext) -> None:
 
 
 class Refusing(L.Callback):
-    """Does something at the start of a fit that each rank is to refuse, and compares all parameters before and after.
+    """Does something at the start of a fit that each rank must refuse, and compares all parameters before and after.
 
     Args:
         rank: This one.
@@ -172,7 +172,7 @@ def test_files_of_other_adapters(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_what_another_stage_trains_whole_is_not_lost(rank: RankContext) -> None:
-    """Of a pipeline the last stage alone has adapters, and the first one an embedding that is trained."""
+    """The last stage of a pipeline has adapters, and the first one an embedding that is trained."""
     method = Stack([LAST_LAYER, FullTune("embed_tokens")])
     message = refused(rank, PIPELINE, ConfigError, lambda module: save_adapter(module, rank.tmp_dir / "none"), method)
     assert "model.embed_tokens.weight is trained whole, which a file of adapters cannot contain;" in message

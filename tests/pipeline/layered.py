@@ -30,7 +30,8 @@ from tests.harness.tolerances import Kind
 
 NUM_LAYERS, WIDTH, VOCAB = 12, 4, 7
 SCALE = 1 / 64
-"""On the loss before its backward. A power of two: it changes no rounding, also in bfloat16."""
+"""The factor on the loss before its backward. It is a power of two, so it changes no rounding, not in bfloat16
+either."""
 KINDS: dict[str, dict[str, Any]] = {
     "all trained": {},
     "half frozen": {"frozen": ("embedding", *(f"layers.{i}." for i in range(NUM_LAYERS // 2)))},
@@ -116,7 +117,7 @@ class Tokens:
 
 
 def microbatches(count: int, device: torch.device) -> list[dict[str, Tensor]]:
-    """Of 1 or 2 rows and 3 to 5 tokens; the same whatever the count."""
+    """Return microbatches of 1 or 2 rows and 3 to 5 tokens, the same for any count."""
     generator = torch.Generator().manual_seed(5)
     made = []
     for i in range(count):
@@ -136,7 +137,7 @@ def cut_of(count: int, device: torch.device, num_dummies: int = 0) -> SplitBatch
 
 
 class Expected(NamedTuple):
-    """Of the first microbatches of a batch together."""
+    """The expected values of the first microbatches of a batch together."""
 
     gradients: dict[str, Tensor]
     norm: Tensor
@@ -146,7 +147,7 @@ class Expected(NamedTuple):
 
 
 def of_one_process(kind: str, count: int, device: torch.device) -> list[Expected]:
-    """For 1, 2, ... microbatches what plain autograd gives, summed in float64."""
+    """Return the values of plain autograd for 1, 2, ... microbatches, summed in float64."""
     whole = Part(StageInfo(0, 1), **KINDS[kind]).to(device, dtype_on(device))
     hooks, sums = Tokens(), []
     total, weight, metric = torch.zeros((), device=device, dtype=torch.float64), 0, torch.zeros((), device=device)
@@ -175,7 +176,7 @@ def pipeline_mesh(rank: RankContext) -> Iterator[MeshDomains]:
 
 
 class Rig:
-    """This rank's stages under an executor, as the strategy puts them together. Collective."""
+    """This rank's stages under an executor, as the strategy combines them. Making one is collective."""
 
     def __init__(
         self, schedule: Schedule, mesh: MeshDomains | None, device: torch.device, options: Mapping[str, Any]

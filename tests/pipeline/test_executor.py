@@ -137,7 +137,7 @@ def drawn(examples: st.SearchStrategy[Program], number: int) -> list[Program]:
 
 @pytest.mark.ranks(2)
 def test_dummies_count_nothing(rank: RankContext) -> None:
-    """Not in the loss, the gradients or the metrics."""
+    """They count neither in the loss nor in the gradients or the metrics."""
     expected = of_one_process("tied", 3, rank.device)
     with pipeline_mesh(rank) as mesh:
         for name in SCHEDULES:
@@ -160,7 +160,7 @@ def test_dummies_have_no_metrics() -> None:
 
 @pytest.mark.ranks(2)
 def test_evaluation_between_batches(rank: RankContext) -> None:
-    """It leaves nothing behind, also if gradients are on; what training then sends is what it sent before."""
+    """It leaves nothing behind, also with gradients on. Training then sends the same messages as before."""
     expected = of_one_process("half frozen", 4, rank.device)
     with pipeline_mesh(rank) as mesh:
         for name in SCHEDULES:

@@ -58,17 +58,17 @@ class Watch:
         self.saved: dict[Key, weakref.WeakSet[Saved]] = defaultdict(weakref.WeakSet)
         """What graphs have saved and not let go."""
         self.graphs: set[Key] = set()
-        """Whose backward has not begun."""
+        """The microbatches whose backward has not begun."""
         self.weights: set[Key] = set()
-        """Whose weight backward is to come."""
+        """The microbatches whose weight backward is still to come."""
         self.outputs: dict[Key, list[weakref.ref[Tensor]]] = {}
-        """Not sent yet, nor taken by the next stage on this rank."""
+        """Outputs that were not sent yet, nor taken by the next stage on this rank."""
         self.given: list[weakref.ref[Tensor]] = []
         """Outputs after that."""
         self.posted: dict[type, set[Key]] = {ReceiveForward: set(), ReceiveBackward: set()}
         """Receives that nothing has used yet."""
         self.buffers: dict[Key, list[weakref.ref[Tensor]]] = {}
-        """Of the inputs of microbatches whose backward has not begun."""
+        """Buffers of the inputs of microbatches whose backward has not begun."""
         self.used: list[weakref.ref[Tensor]] = []
         """Buffers after that."""
         self.num_actions = 0
@@ -263,7 +263,7 @@ class Noted:
 
 @pytest.mark.ranks(2)
 def test_data_parallelism_is_told_when_gradients_are_complete(rank: RankContext) -> None:
-    """Around the actions of a stage; nothing is added to a gradient after `reduce`."""
+    """It learns this around the actions of a stage. Nothing is added to a gradient after `reduce`."""
     events: list[Any] = []
     original = _Run.run
 

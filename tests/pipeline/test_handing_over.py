@@ -29,7 +29,7 @@ from tests.pipeline.layered import pipeline_mesh
 
 NUM_STAGES, WIDTH = 4, 4
 SCHEDULES: list[Schedule] = [Interleaved1F1B(2), ZeroBubble(2), ZeroBubbleV(), LoopedBFS(2)]
-"""Of four stages on two ranks: hops there and back, and from a stage to one of the same rank."""
+"""Schedules of four stages on two ranks, with hops there and back, and from a stage to one of the same rank."""
 
 
 class Pair(NamedTuple):
@@ -214,11 +214,11 @@ STEPS = [
     [(1, 1), (2, 3), (1, 4), (2, 5)],
     [(2, 3)] * 4,
 ]
-"""Of each step the rows and lengths of its microbatches: some seen before, some new."""
+"""Rows and lengths of the microbatches of each step: some were seen before, some are new."""
 
 
 class Chain:
-    """This rank's links of a chain of four, and one process's whole chain in float64."""
+    """This rank's links of a chain of four, and the whole chain of one process in float64."""
 
     def __init__(self, rank: RankContext, pipeline: Pipeline, transform: Transform, frozen: Sequence[int] = ()) -> None:
         self.device = rank.device
@@ -365,7 +365,7 @@ def numbered(link: Link, got: Any, scale: Tensor) -> Any:
 
 
 def selected(link: Link, got: Any, scale: Tensor) -> Any:
-    """As many rows as have a positive sum."""
+    """Return as many rows as have a positive sum."""
     x = got["x"] * link.weight
     return x[0, x[0].sum(-1) > 0]
 
@@ -386,7 +386,8 @@ REFUSED: list[tuple[Transform, Hooks, str]] = [
 
 @pytest.mark.ranks(2, timeout_seconds=20, record=False)
 def test_what_cannot_be_handed_over_is_refused_where_it_is_made(rank: RankContext) -> None:
-    """On the first rank; the second does not take what has been sent before, and nothing of it reaches the next run."""
+    """The first rank refuses it. The second does not take what was sent before, and nothing of it reaches the next
+    run."""
     for transform, hooks, text in REFUSED:
         with pipeline_mesh(rank) as mesh:
             pipeline = Pipeline(GPipe(), mesh, rank.device)

@@ -25,7 +25,7 @@ def made(module: nn.Module) -> nn.Module:
 
 
 class DrawnByGenerator:
-    """As values were before they followed from places."""
+    """Draws values with a generator, as they were drawn before they followed from places."""
 
     def draw(self, generator: object, shape: tuple[int, int]) -> Tensor:
         return torch.zeros(shape)

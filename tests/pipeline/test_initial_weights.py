@@ -142,7 +142,8 @@ def place_experts_then_shard_fully(module: Whole, world: DeviceMesh) -> None:
 
 
 def place_columns_and_rows_then_shard_fully(module: Whole, world: DeviceMesh) -> None:
-    """As tensor parallelism does; `fully_shard` makes strided shards of those along rows."""
+    """Shard columns and rows as tensor parallelism does, then fully. `fully_shard` makes strided shards of those along
+    rows."""
     mesh = init_device_mesh(world.device_type, (world.size() // 2, 2), mesh_dim_names=("shards", "tensor"))
 
     def along_tp(name: str, parameter: Tensor) -> list[Placement]:
@@ -323,7 +324,7 @@ def test_a_rank_draws_no_more_than_it_holds(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slice_does_not_keep_the_whole() -> None:
-    """Of a layer that was drawn as a whole, too."""
+    """This also holds for a layer that was drawn as a whole."""
     module = on_meta(lambda: nn.Linear(9, 30))
     with fake_world(3, 4):
         shard_parameters(module, init_device_mesh("cpu", (4,)), lambda *_: [Shard(0)])
@@ -334,7 +335,7 @@ def test_a_slice_does_not_keep_the_whole() -> None:
 
 
 def test_experts_are_matrices_of_their_own() -> None:
-    """None is like another, and an expert does not depend on how many there are."""
+    """No two are alike, and an expert does not depend on the number of experts."""
     few, many = (initial(lambda n=n: GroupedExperts(n, 33, 40, initializer_range=1.0))["gate_up_proj"] for n in (3, 64))
     assert torch.equal(few, many[:3])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(many[:, 0, :8], 2))

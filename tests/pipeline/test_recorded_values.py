@@ -146,7 +146,7 @@ def init_weights(module: nn.Module) -> None:
 
 
 class Transformer(nn.Module):
-    """With an `_init_weights` of the usual kind; `layers` are those of a stage."""
+    """A model with an `_init_weights` of the usual kind; `layers` are those of a stage."""
 
     def __init__(self, layers: range = range(3)) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_an_explicit_reset_is_a_default_again() -> None:
 
 
 def test_a_reset_of_the_whole_is_kept() -> None:
-    """Its module owns no parameter, so nothing else would run it."""
+    """The module of the reset owns no parameter, so nothing else would run it."""
 
     class Whole(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Where rows lie in batches of any form, and how they are cut."""
+"""Rows are found in batches of any form, and batches are split by rows."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize("kind", [list, tuple, deque])
 @pytest.mark.parametrize("lengths", [(2, 5, 3, 1), (3, 3, 3, 3)], ids=str)
 def test_a_list_of_one_entry_a_row_is_cut_with_the_rows(kind: Any, lengths: tuple[int, ...]) -> None:
-    """Also where all tensors are equally long, as if they were columns."""
+    """This also holds if all tensors are equally long, as columns are."""
     batch = {"x": torch.arange(4), "text": kind(texts(4)), "tokens": kind(ragged(*lengths)), "boxes": kind([{}] * 4)}
     assert count(batch) == 4
     parts = split(batch, 2)
@@ -210,7 +210,7 @@ def test_earlier_batches_tell_what_later_ones_do_not() -> None:
 
 
 class Listed(Recorded):
-    """Its batch has a list of one tensor a row, all equally long."""
+    """A module whose batch has a list of one tensor for each row, all equally long."""
 
     def microbatch_inputs(self, microbatch: Any) -> Any:
         return super().microbatch_inputs({"x": torch.stack(microbatch["x"])})

@@ -10,7 +10,8 @@ from lightning_d9d.sync.buckets import BucketGroup, GradientBuckets
 
 
 class Sums(nn.Module):
-    """Its first two weights get views of one gradient, at the start and further in; the third one of its own."""
+    """A module whose first two weights get views of one gradient, at its start and further in. The third gets its
+    own."""
 
     def __init__(self) -> None:
         super().__init__()

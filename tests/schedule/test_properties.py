@@ -120,7 +120,7 @@ def test_what_cannot_run_is_refused_and_nothing_else(program: Program, rendezvou
 @STABLE
 @given(programs(), st.data())
 def test_nothing_can_be_left_out_or_doubled(program: Program, data: st.DataObject) -> None:
-    """Not one action of a training program, whichever it is."""
+    """This holds for each action of a training program."""
     program = add_messages(program)
     if program.is_forward_only or program.num_stages * program.num_microbatches == 1:
         return  # without its only backward it would be a forward-only program

@@ -28,7 +28,7 @@ COSTS = Costs(
 
 
 def measured(simulation: Simulation) -> list[Span]:
-    """Only computation, as a step is measured."""
+    """Return only the computation of a step, as it is measured."""
     return [span for span in simulation.spans if isinstance(span.action, COMPUTE)]
 
 

@@ -59,9 +59,9 @@ from lightning_d9d.schedule.communications import COSTS
 class Row:
     schedule: Schedule
     step_time: Callable[[int, int], int]
-    """Of p and n."""
+    """The time of a step, from p and n."""
     peak: Callable[[int, int, int], int]
-    """Of p, n and rank: live activations."""
+    """The number of live activations at the peak, from p, n and rank."""
     least: Callable[[int], int] = lambda p: 1
     """The least n."""
 
@@ -102,7 +102,7 @@ MORE = {
 
 
 def counts(p: int) -> list[int]:
-    """Where something changes, and every 24th in between, others for each p."""
+    """Return the counts at which something changes, and every 24th in between, others for each p."""
     edges = {1, 2, p - 1, p, p + 1, 3 * p // 2, 2 * p - 1, 2 * p, 2 * p + 1}
     return sorted(n for n in range(1, 65) if n in edges or (n + 5 * p) % 24 == 0)
 

@@ -134,7 +134,7 @@ def _file(header: bytes, length: int | None, data: bytes) -> bytes:
 
 
 def _save(path: Path) -> None:
-    """In three files, beside a pipe and a link."""
+    """Save in three files, beside a pipe and a link."""
     tensors = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3), "c": torch.ones(5, 2, dtype=torch.bfloat16)}
     save_tensors(tensors, path, max_shard_bytes=10)
     os.mkfifo(path / "pipe")

@@ -48,7 +48,7 @@ def make_tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """In three files."""
+    """Tensors that are saved in three files."""
     save_tensors(make_tensors(), tmp_path / "saved", max_shard_bytes=10)
     return tmp_path / "saved"
 
@@ -289,7 +289,7 @@ def test_a_traceback_does_not_steer_a_terminal(saved: Path, change: dict[str, An
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Of this process's own time, whatever else the machine does."""
+    """Allow this many seconds of this process's own time, whatever else the machine does."""
     begin = time.process_time()
     yield
     assert time.process_time() - begin < seconds
@@ -306,7 +306,7 @@ def test_names_and_keys_that_are_there_twice(saved: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["header", "manifest", "index"])
 def test_many_names(saved: Path, kind: str) -> None:
-    """In linear time: of 30,000 names the last is there twice."""
+    """The time is linear. The last of 30,000 names is there twice."""
     entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' if kind == "header" else '"x"'
     table = ",".join(f'"{name}":{entry}' for name in [*range(30_000), 29_999])
     read: Callable[[], object] = functools.partial(SafetensorsReader, saved)
@@ -344,7 +344,7 @@ INDICES: list[Any] = [(), (1,), (slice(1, 4),), (slice(0, 5), slice(1, 3)), (2, 
 @pytest.mark.parametrize("index", INDICES)
 @pytest.mark.parametrize("home", ["", "memory://test_slices"])
 def test_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, index: Any, piece: int) -> None:
-    """In one piece and in several, as they are and cast, in their order and transposed."""
+    """Slices are in one piece and in several, unchanged and cast, in their order and transposed."""
     monkeypatch.setattr(files, "_PIECE_BYTES", piece)
     whole = torch.arange(60.0).view(5, 3, 4) / 7
     save_tensors({"before": torch.ones(3), "w": whole}, home or tmp_path / "w", overwrite=True)
@@ -362,7 +362,7 @@ def test_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, inde
 
 
 def test_truncated_while_it_is_read(saved: Path) -> None:
-    """That would end the process if the file was mapped into memory."""
+    """If the file was mapped into memory, that would end the process."""
     path = file_of(saved, "a")
     stored = SafetensorsFile(path)["a"]
     os.truncate(path, 0)
@@ -482,7 +482,7 @@ def test_a_pickle_is_no_file_of_weights(saved: Path) -> None:
 
 @contextlib.contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """As if the disk was full then: writing fails with the system's own error."""
+    """Make the disk seem full from some size on: writing fails with the system's own error."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with limited(resource.RLIMIT_FSIZE, num_bytes):

@@ -24,7 +24,7 @@ ROOMS = {0: False, 4: False, 60: False, 128: False, 400: True}
 
 
 class Store(LocalFileSystem):
-    """As fsspec sees a store of objects, but for what it is on."""
+    """A folder that fsspec sees as a store of objects."""
 
     protocol = "stored"
 
@@ -105,7 +105,7 @@ class Vanished:
 
 @pytest.mark.parametrize("former", [True, False])
 def test_killed_exports_to_a_store_leave_the_old_or_the_new(tmp_path: Path, former: bool) -> None:
-    """Between them no weights are found, and all that is new is there."""
+    """In between no weights are found, and all that is new is there."""
     seen, call, killed = [], 0, True
     while killed:
         folder = tmp_path / str(call)

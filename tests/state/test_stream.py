@@ -151,7 +151,7 @@ def test_a_tensor_with_two_names_is_filled_under_the_first(tmp_path: Path) -> No
 
 
 def test_a_state_dict_of_tied_weights_is_filled_once(tmp_path: Path) -> None:
-    """Its tensors are others, of the same memory: two threads would write to it, each its own numbers."""
+    """Its tensors are different objects with the same memory: two threads would write to it, each its own numbers."""
     first, last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     module = nn.ModuleDict({"first": first, "last": last})
     save_tensors(module, tmp_path / "untied")
@@ -198,7 +198,7 @@ def test_only_what_both_have(saved: Path) -> None:
 
 
 def test_a_mapper_of_more_than_the_files_have(saved: Path) -> None:
-    """Of its groups those that are whole are loaded."""
+    """Groups of the mapper that are complete are loaded."""
     mapper = Parallel([MERGE, Concatenate(["0.norm", "gone"], "norms")])
     wanted = {"0.qkv": torch.zeros(10, 5), "norms": torch.zeros(10)}
     with pytest.raises(StateError, match="gone: this input of the mapper is missing"):
@@ -271,7 +271,7 @@ def test_what_is_read_is_not_replaced(tmp_path: Path, former: str) -> None:
 
 
 def test_checks_fetch_each_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not all of a tensor at a time."""
+    """They do not hold all of a tensor at a time either."""
     url = "memory://test_checks/model"
     save_tensors({"w": torch.randn(100)}, url)
     reader = SafetensorsReader(url)
@@ -289,7 +289,7 @@ def test_checks_fetch_each_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ClientError(Exception):
-    """As packages for stores of objects have them: no `OSError`."""
+    """An error as packages for stores of objects have it, which is no `OSError`."""
 
 
 @pytest.mark.parametrize("call", ["exists", "size", "cat_file"])
@@ -367,7 +367,7 @@ def test_checks_while_reading_read_once(
 
 
 def flip_a_bit(saved: Path, name: str) -> None:
-    """Of the last number of a tensor."""
+    """Flip a bit of the last number of a tensor."""
     path = next(path for path in sorted(saved.glob("*.safetensors")) if name in SafetensorsFile(path).entries)
     content = bytearray(path.read_bytes())
     content[SafetensorsFile(path).entries[name].end - 1] ^= 1
@@ -377,7 +377,7 @@ def flip_a_bit(saved: Path, name: str) -> None:
 @pytest.mark.parametrize("check_first", [True, False])
 @pytest.mark.parametrize("is_sliced", [False, True])
 def test_a_flipped_bit_is_found_before_or_while_reading(saved: Path, check_first: bool, is_sliced: bool) -> None:
-    """Also in what is not loaded of a tensor of which a part is."""
+    """This also holds for the rest of a tensor of which a part is loaded."""
     flip_a_bit(saved, "0.q")
     whole = make_tensors()["0.q"]
     mapper = Split("0.q", {"first": 4, "last": len(whole) - 4}) if is_sliced else Identity(["0.q"])
@@ -440,7 +440,7 @@ def test_shards_through_a_mapper(rank: RankContext, tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2)
 def test_ranks_with_different_names(rank: RankContext, tmp_path: Path) -> None:
-    """As pipeline stages have them; and what only one rank finds wrong, both refuse."""
+    """Pipeline stages have different names. An error that only one rank finds is raised on both."""
     own = {name: tensor for name, tensor in make_tensors().items() if name.startswith(str(rank.rank))}
     save_tensors(own, tmp_path / "saved")
     assert_same(dict(read_tensors(tmp_path / "saved")), make_tensors())
@@ -457,7 +457,7 @@ def test_ranks_with_different_names(rank: RankContext, tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2)
 def test_ranks_that_have_a_name_twice(rank: RankContext, tmp_path: Path) -> None:
-    """As a rank with the first and the last stage has tied weights."""
+    """A rank with the first and the last stage has tied weights twice."""
     save_tensors(make_tensors(), tmp_path / "saved")
     reader = SafetensorsReader(tmp_path / "saved")
     names = ["0.q", "0.q", "0.k", "0.k"]

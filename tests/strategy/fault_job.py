@@ -33,7 +33,7 @@ STEP_SECONDS = 4.0
 SHUTDOWN_SECONDS = 2.0
 TIMEOUTS = TimeoutConfig(init_seconds=INIT_SECONDS, step_seconds=STEP_SECONDS, shutdown_seconds=SHUTDOWN_SECONDS)
 TIMEOUTS_OF_GPUS = replace(TIMEOUTS, init_seconds=60.0)
-"""To begin with CUDA and NCCL takes longer."""
+"""Longer limits for GPUs: CUDA and NCCL take longer to begin."""
 SLOW_SECONDS = 0.6
 
 NUM_STEPS = 6
@@ -156,13 +156,13 @@ def stop(_: Any) -> None:
 
 
 def fill_disk(checkpoint: dict[str, Any]) -> None:
-    """From here on files of this process may not grow: the system call that writes the checkpoint fails."""
+    """Limit the size of files of this process from here on: the system call that writes the checkpoint fails."""
     checkpoint["padding"] = torch.zeros(PADDING_BYTES, dtype=torch.uint8)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))  # Python ignores SIGXFSZ
 
 
 def kill_in_write(checkpoint: dict[str, Any]) -> None:
-    """As `fill_disk`, but the kernel kills the process inside the system call."""
+    """Do the same as `fill_disk`, but the kernel kills the process inside the system call."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     fill_disk(checkpoint)
 

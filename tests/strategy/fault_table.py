@@ -30,17 +30,17 @@ class Job:
     rank: int
     act: Callable[[Any], Any]
     exit_code: int
-    """Of the rank with the fault."""
+    """The exit code of the rank with the fault."""
     text: str
-    """In the output of each other rank, of rank 0 for a stop."""
+    """Text in the output of each other rank; for a stop, in that of rank 0."""
     steps: tuple[int, ...]
     """Checkpoints that are there afterwards, all of which a run goes on from."""
     waits_seconds: float = 0.0
-    """Until a time limit of the job passes."""
+    """Seconds until a time limit of the job passes."""
     kind: str = "plain"
-    """Of `fault_job.MODULES`."""
+    """A key of `fault_job.MODULES`."""
     skip: int = 0
-    """Of the fault."""
+    """The number of times that the phase is left alone before the fault."""
     loop: str = "fit"
     """The Trainer's method."""
     num_ranks: int = 2
@@ -110,22 +110,22 @@ class Ended:
     exit_codes: list[int | None]
     outputs: list[str]
     seconds: float
-    """From the fault on."""
+    """Seconds from the fault to the end."""
 
 
 @dataclass(frozen=True)
 class ByTest:
-    """Here or elsewhere, in living processes or in some of the test's own."""
+    """A case that a test covers, in this file or elsewhere, in the living processes of the pool or in its own."""
 
     node_id: str
-    """Of one test, or of all parameters of one."""
+    """The node id of one test, or of all its parameters."""
     limit_seconds: float
     ends: str
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """It cannot happen, or is nothing of this kind."""
+    """A case that cannot happen, or that does not exist for this fault."""
 
     reason: str
 
@@ -171,7 +171,7 @@ class Table:
         return rows
 
     def shown(self) -> list[str]:
-        """Its rows on the page, with ? for what is measured; another table's are there as well."""
+        """Return this table's rows of the page, with ? in place of measured values. The page has other tables, too."""
         own = tuple(f"| {fault} | {phase} |" for fault, phase in self.cells)
         rows = [row for row in PAGE.read_text().splitlines() if row.startswith(own)]
         return [re.sub(r" \| \d+\.\d \| (?=\d+ \|)", " | ? | ", row) for row in rows]

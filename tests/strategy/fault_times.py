@@ -15,7 +15,8 @@ STARTS_THE_RANKS = "tests/strategy/test_restore.py::test_all_ranks_refuse_it"  #
 
 
 class Times:
-    """From the fault to the end of the last rank where a test prints that, and else all of a test, by node id."""
+    """Seconds by node id: from the fault to the end of the last rank if the test prints them, else those of the whole
+    test."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

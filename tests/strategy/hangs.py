@@ -115,14 +115,14 @@ class Hang:
     """The same for the page."""
     rank: int | None = 1
     exit_code: int = 1
-    """Of rank 1."""
+    """The exit code of rank 1."""
     other_exit_code: int = 1
     waits: bool = True
-    """Until the step timeout; else a rank ends, or raises."""
+    """Whether ranks wait until the step timeout; otherwise a rank ends, or raises."""
     reports: bool = True
     kind: str = "plain"
     lines_on_nccl: tuple[str, ...] = ()
-    """If they are others there."""
+    """Other lines for NCCL, if it has different ones."""
 
     def run(self, directory: Path, device: str = "cpu") -> Ended:
         """Start the ranks, wait for their end, and check it. On "cuda" NCCL chooses exit codes."""
@@ -145,12 +145,12 @@ class Hang:
 
     @property
     def limit_seconds(self) -> float:
-        """From the fault to the end of the job."""
+        """The limit of the seconds from the fault to the end of the job."""
         return self.waits * STEP_SECONDS + REPORT_SECONDS + SHUTDOWN_SECONDS
 
 
 def _on_nccl(line: str) -> str:
-    """There the first collective that is missed is another one, as the host runs ahead."""
+    """Return the line for NCCL. The first missed collective is a different one there, because the host runs ahead."""
     return line.replace(r"gloo:all_reduce\(Float\[\]\)", r"nccl:\w+\(.*\)").replace("gloo:", "nccl:")
 
 

@@ -24,7 +24,7 @@ class Hidden:
     positions: Tensor
     """Integers: without gradient, in a dtype of their own."""
     skip: Tensor | None = None
-    """From the fourth layer on; the last one adds it."""
+    """A tensor that exists from the fourth layer on; the last layer adds it."""
 
 
 class Output(NamedTuple):
@@ -146,7 +146,7 @@ class Mean(Pipelined):
 
 
 def global_name(name: str) -> str:
-    """Without the stage."""
+    """Return a name without the stage."""
     return name.split(".", 2)[2]
 
 

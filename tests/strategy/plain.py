@@ -51,7 +51,7 @@ class Plain(L.LightningModule):
 
 
 class Unused(Plain):
-    """Of three branches one is used by odd ranks only, one by nobody."""
+    """A module with three branches: odd ranks use one of them, and nobody uses another."""
 
     def __init__(self) -> None:
         super().__init__(batch_norm=False)
@@ -111,7 +111,8 @@ class Frozen(Plain):
 
 
 class FrozenInsideWindow(Plain):
-    """With two batches a window: the first layer is frozen, and the last trained, from the second batch on."""
+    """A module for windows of two batches. From the second batch on the first layer is frozen and the last is
+    trained."""
 
     def __init__(self) -> None:
         super().__init__(batch_norm=False)

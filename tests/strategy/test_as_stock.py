@@ -34,7 +34,7 @@ def weights(module: L.LightningModule) -> dict[str, Tensor]:
 
 
 class WithoutLength:
-    """Its own iterator, as a reader of a stream is: beginning it again drops where it was."""
+    """A loader with its own iterator, like a reader of a stream. Beginning it again loses the place."""
 
     def __init__(self, ends: bool) -> None:
         self.inner, self.ends = loader(12), ends

@@ -80,7 +80,7 @@ def test_the_same_checkpoints_and_the_same_training(rank: RankContext, mode: str
 
 
 class Scored(Plain):
-    """Has a score for each step."""
+    """A module with a score for each step."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.log("score", torch.tensor([0.1, 0.6, 0.7, 0.8, 0.9, 1.0][batch_idx]))
@@ -198,7 +198,7 @@ def test_a_failure_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_cannot_be_removed_stays_and_training_goes_on(rank: RankContext, asynchronous: bool) -> None:
-    """Only rank 0 removes, and the other one must not wait for it in the next save."""
+    """Only rank 0 removes files. The other rank must not wait for it in the next save."""
 
     def fail(path: Any) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))

@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"use_distributed_sampler": False, "gradient_clip_val"
 
 
 def check_trains_as_one_process(rank: RankContext, strategy: D9DStrategy, config: Qwen3MoeConfig = SMALL) -> None:
-    """As `load_from_checkpoint` leaves it, built whole on every rank."""
+    """The module is built whole on every rank, as `load_from_checkpoint` leaves it."""
     L.seed_everything(3, verbose=False)
     expected = on_one_process(config, steps=2)
     module = Watched(config, 2)

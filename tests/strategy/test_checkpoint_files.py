@@ -101,7 +101,7 @@ def malicious(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(malicious: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where it is to be had by http."""
+    """The address at which a server has the malicious file."""
     monkeypatch.setenv("TORCH_HOME", str(malicious.parent / "cache"))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(malicious.parent))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

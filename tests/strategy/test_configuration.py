@@ -79,7 +79,7 @@ REFUSING_SECONDS = 30.0
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mistake", REFUSED_PIPELINES)
 def test_refused_pipelines(rank: RankContext, mistake: str) -> None:
-    """On every rank, soon, and the same ranks can fit afterwards."""
+    """Pipelines are refused on every rank, soon, and the same ranks can fit afterwards."""
     options, message = REFUSED_PIPELINES[mistake]
     start = time.monotonic()
     with pytest.raises(ConfigError, match=message):

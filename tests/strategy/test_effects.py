@@ -129,7 +129,7 @@ OF_PLAIN: dict[str, tuple[dict[str, Any], str]] = {
         if message is SHARDED and name.startswith("ParallelConfig")
     },
 }
-"""With weights that the module shards itself."""
+"""Settings of a plain module that shards its weights itself, and the errors."""
 
 
 @pytest.mark.ranks(2)

@@ -183,7 +183,7 @@ def test_nones_without_an_end_are_refused() -> None:
 
 
 def test_some_nones_are_left_out(tmp_path: Path) -> None:
-    """Also where a run goes on before the rest of an epoch, which has nothing else."""
+    """They are also left out if a run resumes before the rest of an epoch, and this rest has nothing else."""
     assert fit_nones(staged_rows(8), MostlyNone(4, 1), max_epochs=3).global_step == 3
     saver = ModelCheckpoint(tmp_path, "step", every_n_train_steps=1)
     fit_nones(staged_rows(8), MostlyNone(4, 0), max_epochs=1, callbacks=[saver], enable_checkpointing=True)

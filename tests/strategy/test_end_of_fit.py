@@ -1,4 +1,4 @@
-"""Where weights and optimizer states are after a fit, and that they are freed with module and Trainer."""
+"""After a fit weights and optimizer states are where the pages say. They are freed with module and Trainer."""
 
 from __future__ import annotations
 

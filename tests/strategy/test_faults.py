@@ -185,7 +185,7 @@ def fit(rank: RankContext, name: str, **options: Any) -> job.Fitted:
 @on_ranks
 @pytest.mark.parametrize("phase", PHASES)
 def test_slow_rank_changes_nothing(rank: RankContext, phase: str) -> None:
-    """It is slower than `shutdown_seconds`, which is for ranks that end."""
+    """The rank is slower than `shutdown_seconds`, which limits only ranks that end."""
     undisturbed = fit(rank, "undisturbed")
     options: dict[str, Any] = {}
     if phase == "load":
@@ -213,7 +213,7 @@ def test_nan_in_initial_weights(rank: RankContext) -> None:
 @pytest.mark.parametrize("kind", ["plain", "staged"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_nan_on_one_rank(rank: RankContext, phase: str, kind: str) -> None:
-    """In an input of the first layer, or in a gradient of the last one while the loss is finite."""
+    """NaN is in an input of the first layer, or in a gradient of the last one while the loss is finite."""
     left_out = fit(rank, "left out", kind=kind, fault=Fault(phase, 1, job.spoil), skip_nonfinite=True)
     assert left_out.strategy.num_skipped_steps == 1
     assert left_out.weights.isfinite().all()

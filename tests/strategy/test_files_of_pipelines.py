@@ -52,7 +52,7 @@ class Grouped(Pipelined):
 
 
 class SaveBoth(L.Callback):
-    """After the first epoch, a directory and a file."""
+    """Saves a directory and a file after the first epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ def fit(
 
 
 def losses(module: Grouped) -> dict[str, Tensor]:
-    """Of the last epoch."""
+    """Return the losses of the last epoch."""
     return dict(zip("ab", module.losses[-2:], strict=True))
 
 
@@ -146,7 +146,7 @@ def test_files_and_directories_of_shards(rank: RankContext) -> None:
 
 
 class SaveOnce(L.Callback):
-    """After the first epoch."""
+    """Saves after the first epoch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

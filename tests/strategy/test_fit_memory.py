@@ -21,7 +21,8 @@ from tests.strategy.test_end_of_fit import rows
 
 PARAMETERS, WEIGHT_BYTES = 4, 4 * (8 * 16 + 16 + 16 * 4 + 4)
 STEP_BYTES = 4 * WEIGHT_BYTES + PARAMETERS * 4
-"""Of `Staged` with AdamW in float32: weights, gradients, two states, and the number of steps of each parameter."""
+"""Bytes of `Staged` with AdamW in float32: weights, gradients, two states, and the number of steps of each
+parameter."""
 SEQUENCE = 64
 
 

@@ -13,7 +13,8 @@ from tests.strategy.fault_job import STEP_SECONDS
 from tests.strategy.fault_table import Job
 
 KILLED = Job(3, job.kill, -signal.SIGKILL, "failed: RuntimeError", (2, 4), kind="mixed", skip=1, num_ranks=4)
-"""In the fifth step, when the fourth round has begun. Replica 2 is its partner in the fifth round."""
+"""A replica is killed in the fifth step, when the fourth round has begun. Replica 2 is its partner in the fifth
+round."""
 STOPPED = replace(KILLED, act=job.stop, waits_seconds=STEP_SECONDS)
 
 

@@ -50,7 +50,7 @@ def test_a_signal_asks_for_a_report_and_the_job_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_a_rank_that_does_not_make_its_groups_is_named_within_seconds(tmp_path: Path) -> None:
-    """While collectives have ten minutes."""
+    """Collectives have a limit of ten minutes meanwhile."""
     port = free_port(range(25000, 32000))
     ranks = [
         warm.context().Process(target=hangs.run_without_groups, args=(tmp_path, number, port)) for number in range(2)

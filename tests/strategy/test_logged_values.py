@@ -111,7 +111,7 @@ class Logging(Qwen3MoePretraining):
 
 
 def logged(mesh: MeshConfig | None, rank: RankContext) -> tuple[dict[str, Tensor], Tensor]:
-    """Of an epoch: what callbacks see of it, and what hooks reduced."""
+    """Return the values of an epoch: those that callbacks see, and those that hooks reduced."""
     torch.manual_seed(7)
     module = Logging()
     strategy, devices = ("auto", 1) if mesh is None else (D9DStrategy(mesh=mesh), rank.world_size)

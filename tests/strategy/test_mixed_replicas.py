@@ -58,7 +58,7 @@ def rows_of(num: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def batches_of(num_replicas: int, steps: int = STEPS) -> list[list[list[Tensor]]]:
-    """As the sampler deals rows out: one after the other."""
+    """Return batches as the sampler deals out rows: one after the other."""
     rows = rows_of(num_replicas * steps * ROWS)
     of_replicas = [rows[replica::num_replicas] for replica in range(num_replicas)]
     windows = []

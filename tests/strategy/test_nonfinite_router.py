@@ -27,7 +27,7 @@ OPTIMIZERS = {
 
 
 class Spoiled(Qwen3MoePretraining):
-    """In one batch the router of the last layer sees what is no number, on the last rank."""
+    """A module whose last router gets a value that is not finite, in one batch on the last rank."""
 
     def __init__(self, optimizer: str, value: float) -> None:
         super().__init__(CONFIG, balance=BalanceConfig(bias_rate=0.1))

@@ -32,7 +32,7 @@ class Fused(Staged):
 
 
 class Looks(Callback):
-    """At gradients, which are then divided and clipped for it."""
+    """A callback that looks at gradients, which are then divided and clipped for it."""
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         pass

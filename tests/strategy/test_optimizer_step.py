@@ -21,7 +21,7 @@ BAD_BATCH = 1
 
 
 class ExplodingPlain(Plain):
-    """On the last rank, one batch has a gradient that is not finite."""
+    """A module with one batch on the last rank whose gradient is not finite."""
 
     def __init__(self, fused: bool, factor: float) -> None:
         super().__init__(batch_norm=False)
@@ -54,7 +54,7 @@ class ExplodingStaged(Staged):
 
 
 class ExplodingStochastic(ExplodingStaged):
-    """With the optimizer of this package."""
+    """The same module with the optimizer of this package."""
 
     def configure_optimizers(self) -> Any:
         optimizer = StochasticAdamW(self.parameters(), lr=0.01)
@@ -63,7 +63,7 @@ class ExplodingStochastic(ExplodingStaged):
 
 
 class Watch(Callback):
-    """After each batch: all weights in one tensor, and the logged number of skipped steps."""
+    """Records all weights in one tensor after each batch, and the logged number of skipped steps."""
 
     def __init__(self) -> None:
         self.weights: list[Tensor] = []

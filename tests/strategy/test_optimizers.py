@@ -25,7 +25,7 @@ from tests.strategy.staged import Staged, staged_rows
 
 NUM_ROWS = 10
 FALLING = partial(PiecewiseLR, phases=[Phase(0.0)], initial=1.0)
-"""In a line to 0 over the whole run: the learning rate says how long it is."""
+"""A schedule that falls linearly to 0 over the whole run, so the learning rate tells how long the run is."""
 SGD_FALLING: dict[str, Any] = {"optimizer": partial(SGD, lr=1e-3), "lr_scheduler": FALLING}
 
 

@@ -199,7 +199,7 @@ def test_plain_modules_have_no_stages(rank: RankContext) -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_a_batch_that_is_one_microbatch(rank: RankContext, schedule: str) -> None:
-    """Its weight is known on the rank of the last stage before the backward, on others after it."""
+    """The rank of the last stage knows the weight of the batch before its backward, others know it afterwards."""
     mesh = MeshConfig(pipeline_parallel=2, data_parallel_replicate=2)
     check_fit(rank, mesh, token_rows(16), 4, module=Pipelined(tied=True), schedule=schedule, num_microbatches=1)
 

@@ -121,7 +121,7 @@ def test_ranks_that_all_raise_can_run_again(rank: RankContext) -> None:
 
 @on_ranks
 def test_slow_stage_changes_nothing(rank: RankContext) -> None:
-    """It is slower than `shutdown_seconds`, which is for ranks that end."""
+    """The stage is slower than `shutdown_seconds`, which limits only ranks that end."""
     undisturbed = fit(rank, "undisturbed")
     fault = Fault("forward", 1, job.be_slow, skip=2)
     slow = fit(rank, "slow", fault=fault, timeouts=TimeoutConfig(shutdown_seconds=job.SLOW_SECONDS / 2))
@@ -132,7 +132,7 @@ def test_slow_stage_changes_nothing(rank: RankContext) -> None:
 @on_ranks
 @pytest.mark.parametrize("where", ["forward 1F2", "backward 0B2"])
 def test_nan_in_one_stage(rank: RankContext, where: str) -> None:
-    """In an input of stage 1, or in a gradient of stage 0, of which the other stage sees nothing but the norm."""
+    """NaN is in an input of stage 1, or in a gradient of stage 0. The other stage sees only the norm of the latter."""
     phase, at = ("forward", 1) if where == "forward 1F2" else ("backward", 0)
     left_out = fit(rank, "left out", fault=Fault(phase, at, job.spoil, skip=2), skip_nonfinite=True)
     assert left_out.strategy.num_skipped_steps == 1

@@ -203,7 +203,7 @@ class Shift(nn.Module):
 
 
 def test_split_backwards_where_a_gradient_shares_memory() -> None:
-    """With one row a microbatch, what `table` gets is the memory that the weight backward of `linear` reads."""
+    """With one row a microbatch, `table` gets the memory that the weight backward of `linear` reads."""
     weights = []
     for schedule in ("1f1b", WrittenProgram("0F0 0F1 0I0 0I1 0W0 0W1")):
         L.seed_everything(7, verbose=False)
@@ -244,7 +244,7 @@ def test_tuning_the_batch_size_is_refused(rank: RankContext) -> None:
 
 
 def test_a_module_goes_on_with_other_stages_in_one_process() -> None:
-    """As in a notebook: its weights are cut again, and those that were frozen stay so."""
+    """The module is used as in a notebook: its weights are split again, and frozen ones stay frozen."""
     rows = token_rows(8)
     module, losses = Evaluated(tied=True, frozen=("layers.0",)), []
     strategies: list[Any] = [D9DStrategy(schedule=s, microbatch_size=1) for s in ("1f1b", "zero_bubble_v", "gpipe")]

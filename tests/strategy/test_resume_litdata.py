@@ -47,7 +47,7 @@ def fit(folder: Path, num_workers: int, *callbacks: Any, devices: int = 1, path:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("batch", [0, 2, 5])
 def test_goes_on_exactly(tmp_path: Path, batch: int, num_workers: int, limit: float) -> None:
-    """In the second epoch, whose rest and the third have the batches of an uninterrupted run."""
+    """The run resumes in the second epoch. The rest of it and the third have the batches of an uninterrupted run."""
     folder, path = write(tmp_path / "data"), tmp_path / "middle.ckpt"
     whole = fit(folder, num_workers, Saving(batch, path), limit_train_batches=limit)
     resumed = fit(folder, num_workers, path=path, limit_train_batches=limit)

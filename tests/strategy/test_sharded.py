@@ -35,7 +35,7 @@ FOUR = {
 
 
 def one_process() -> tuple[list[float], dict[str, Any]]:
-    """Without a Trainer: it would meet the ranks of the test."""
+    """Train without a Trainer, which would meet the ranks of the test."""
     module = Sharded()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -129,7 +129,8 @@ def test_another_mesh_goes_on_in_the_middle_of_an_epoch(rank: RankContext, saved
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mesh", TWO)
 def test_the_same_mesh_goes_on_bit_for_bit(rank: RankContext, mesh: str) -> None:
-    """With dropout, whose random numbers each rank goes on with; saved by ModelCheckpoint, found as the last."""
+    """The module has dropout, and each rank continues its random numbers. ModelCheckpoint saves, and the last file is
+    found."""
     options: dict[str, Any] = {"mesh": TWO[mesh], "devices": 2, "device": str(rank.device), "max_epochs": 2}
     torch.manual_seed(rank.rank)
     whole = Sharded(dropout=0.5)
@@ -150,7 +151,7 @@ def test_the_same_mesh_goes_on_bit_for_bit(rank: RankContext, mesh: str) -> None
 
 
 def train_two(folder: Path, path: Path | None) -> None:
-    """In processes forked from one that has imported everything."""
+    """Train in processes that are forked from one with all imports."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = [warm.context().Process(target=train_on_two, args=(number, port, folder, path)) for number in range(2)]

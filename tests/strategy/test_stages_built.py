@@ -135,7 +135,7 @@ class Lacking(Initialized):
 
 
 class Added(Lacking):
-    """Has a layer of its own in the last of several stages."""
+    """A module with one more layer in the last of several stages."""
 
     def configure_stage(self, stage: StageInfo) -> nn.Module:
         layers = {str(i): nn.Linear(4, 4) for i in range(5) if stage.num_stages == 1 or (i < 2, i >= 2)[stage.index]}

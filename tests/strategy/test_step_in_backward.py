@@ -155,7 +155,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8])
 def test_the_host_reads_nothing_in_a_part(state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is far ahead of the device, where a tensor says whether the step is left out."""
+    """The host is far ahead of the device, where a tensor says whether the step is skipped."""
     step, reads = StepInBackward._step, []
 
     def watched(self: StepInBackward, parameters: Any) -> None:
@@ -274,7 +274,7 @@ class Looks(Callback):
 
 
 class Counting(torch.optim.AdamW):
-    """May do anything in its step."""
+    """An optimizer with its own step, which may do anything."""
 
 
 def with_hook(parameters: Any) -> torch.optim.Optimizer:

@@ -55,7 +55,7 @@ class Plainly(Sharded):
 
 
 class Partly(Plainly):
-    """Has a group more where it shards itself, for what is replicated."""
+    """A module that has one more group where it shards itself, for replicated parameters."""
 
     def configure_model(self) -> None:
         strategy: Any = self.trainer.strategy
@@ -89,7 +89,7 @@ def fit(
 
 
 def check(kind: type, saves: Any, loads: Any, devices: int, folder: Path, device: str) -> None:
-    """Between the epochs of two, one strategy takes over from the other."""
+    """Check that one strategy resumes what another one saved, between the two epochs."""
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
     _, expected = fit(kind, saves, devices, device, saving)
     path = folder / "step=6.ckpt"

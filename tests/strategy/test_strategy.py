@@ -169,7 +169,8 @@ WORKING = {"Precision": "32-true", "DoublePrecision": "64-true", "HalfPrecision"
 @pytest.mark.parametrize("name", precision.__all__)
 @pytest.mark.parametrize("own", [False, True], ids=["lightning's", "a subclass"])
 def test_precision_plugins_that_are_not_known_to_work_are_refused(name: str, own: bool) -> None:
-    """Without their packages, of which most are not here: each class is judged before it does anything."""
+    """Each class is judged before it does anything. So this needs no packages of theirs, most of which are not
+    installed."""
     cls = getattr(precision, name)
     cls = type("Own", (cls,), {}) if own else cls
     plugin = cls.__new__(cls)
@@ -273,7 +274,7 @@ print("imported")
 
 
 def test_gradients_are_visible_after_the_step() -> None:
-    """As under stock Lightning, `.grad` stays until the next zero_grad."""
+    """`.grad` stays until the next zero_grad, as under stock Lightning."""
     present: list[bool] = []
 
     class Watch(Staged):

@@ -66,7 +66,7 @@ def rows_of(*batches: dict[str, Tensor]) -> DataLoader:
 
 
 def expected_of(length: int, packed: bool) -> tuple[Steps, Tensor, Tensor]:
-    """Of plain torch: two steps, and of two further batches the loss and the logits after them."""
+    """Train with plain torch: two steps, then return loss and logits of two further batches."""
     L.seed_everything(SEED, verbose=False)
     steps = on_one_process(SMALL, data=Data(length, packed))
     module = Qwen3MoePretraining(SMALL)
@@ -138,7 +138,7 @@ def test_all_loops_give_what_one_process_does(
     ],
 )
 def test_a_module_is_fitted_again(rank: RankContext, mesh: dict[str, int], config: Qwen3MoeConfig) -> None:
-    """With the weights that it has, on a mesh that is made again."""
+    """The module keeps its weights, and the mesh is made again."""
     L.seed_everything(SEED, verbose=False)
     module = Watched(config, 1, data=Data(8))
     for _ in range(2):
@@ -318,7 +318,7 @@ REFUSED = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_shared_is_refused(rank: RankContext, case: str) -> None:
-    """On every rank, before the first message of a model or in its place."""
+    """It is refused on every rank, before the first message of a model or in its place."""
     text, mesh, config, batch, cls, parallel = REFUSED[case]
     if batch == "by rank":
         batch = batch_of(rank.rank, data=Data(8))
@@ -342,7 +342,7 @@ def test_other_loops_read_the_same_data(rank: RankContext, loop: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mesh", [TP2, CP2], ids=["tp", "cp"])
 def test_text_is_written(rank: RankContext, mesh: dict[str, int]) -> None:
-    """As on one process, with prompts of any length."""
+    """The text is that of one process, with prompts of any length."""
     config = replace(SMALL, vocab_size=256)
     L.seed_everything(SEED, verbose=False)
     sample = TextSample(prompt="a = ", num_characters=3, context_length=5, temperature=1e-6)
@@ -361,7 +361,7 @@ def test_text_is_written(rank: RankContext, mesh: dict[str, int]) -> None:
 
 
 class FreezesLayer(L.Callback):
-    """From the second epoch on, with the embedding."""
+    """Freezes a layer and the embedding from the second epoch on."""
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, parameter in pl_module.named_parameters():
@@ -478,7 +478,7 @@ def page() -> dict[str, Any]:
 
 
 def own_model(without_attention: bool = False, mean: bool = False) -> Any:
-    """That of the page; its first stage may have the embedding alone, and its loss may be a mean."""
+    """Return the model of the page. Its first stage may have only the embedding, and its loss may be a mean."""
 
     class Recorded(page()["LanguageModel"]):
         losses: list[Tensor]
@@ -510,7 +510,7 @@ def own_model(without_attention: bool = False, mean: bool = False) -> Any:
     ],
 )
 def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_attention: bool, mean: bool) -> None:
-    """That of the page; also where heads are shared, but a stage of the pipeline has none."""
+    """The model is that of the page. Heads may be shared, and a stage of the pipeline may have none."""
     batch = batch_of(0, data=Data(8))
     L.seed_everything(SEED, verbose=False)
     one = own_model()

@@ -62,7 +62,7 @@ class Tied(D9DModule):
 
 
 class WiderHere(nn.Linear):
-    """In float64, which the rest of its stage is not."""
+    """A layer in float64, unlike the rest of its stage."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.double()).float()

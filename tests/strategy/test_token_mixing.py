@@ -57,7 +57,7 @@ class Written(Heads):
 
 
 class ZeroAtFirst(Sdpa):
-    """Its result does not count yet: numbers alone would not show that it mixes."""
+    """A layer whose result does not count yet: numbers alone would not show that it mixes tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def test_a_metric_that_adds_up_tokens_is_that_of_one_process(rank: RankContext) 
 
 
 class ShiftsInStage(WithLoss):
-    """As models of transformers do, whose forward makes the loss."""
+    """A stage whose forward makes the loss, as in models of transformers."""
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         return StageInputs(first={"x": microbatch["ids"]}, shared={"labels": microbatch["ids"]})
@@ -378,7 +378,7 @@ def test_positions_of_a_hook_are_those_of_whole_sequences_or_refused(rank: RankC
 @pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
 @pytest.mark.parametrize("num_tokens", [TOKENS, 2 * HIDDEN])
 def test_a_matrix_with_a_row_for_each_token_trains(rank: RankContext, num_tokens: int, mesh: dict[str, int]) -> None:
-    """Also where it is as wide as a rank has tokens, 8."""
+    """It also trains if the matrix is as wide as a rank has tokens, 8."""
     assert fit_module(rank, Model(Flat), num_tokens, **mesh).global_step == 2
 
 
@@ -438,7 +438,7 @@ class Pooled(nn.Module):
 
 
 class Classifier(Model):
-    """Has one label for each row."""
+    """A model with one label for each row."""
 
     sequence_dims: ClassVar = {"ids": 1}
 
@@ -482,7 +482,7 @@ def test_what_counts_places_from_its_own_first_token_is_refused(rank: RankContex
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
 def test_what_sees_each_token_for_itself_trains(rank: RankContext, mesh: dict[str, int]) -> None:
-    """And nothing else tells of the probe: buffers and random numbers are those without it."""
+    """Nothing else shows the probe: buffers and random numbers are the same as without it."""
     run = fit(rank, Alone, **mesh)
     module = run.lightning_module
     assert run.global_step == 2

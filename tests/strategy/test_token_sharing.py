@@ -68,7 +68,7 @@ class Halo(nn.Module):
 
 
 class Windowed(GroupedQueryAttention):
-    """Has a forward of its own, which sees the tokens of its own rank."""
+    """Attention with its own forward, which sees only the tokens of its rank."""
 
     def __init__(self) -> None:
         super().__init__(HIDDEN, 2, 2, HIDDEN // 2, norm_eps=1e-6, initializer_range=0.1)
@@ -128,7 +128,7 @@ class Together(nn.Module):
 
 
 class Sums(nn.Module):
-    """Over the tokens of the rank, shape `[batch, hidden]`."""
+    """A layer that sums over the tokens of the rank, shape `[batch, hidden]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return TokenShard.summand(x.sum(1))
@@ -146,7 +146,7 @@ class TogetherModel(Model):
 @pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
 @pytest.mark.parametrize("num_tokens", [TOKENS, 2 * HIDDEN])
 def test_what_ranks_make_together_is_believed(rank: RankContext, num_tokens: int, mesh: dict[str, int]) -> None:
-    """Also where a sum has as many numbers as a rank has tokens, 8."""
+    """It is also believed if a sum has as many numbers as a rank has tokens, 8."""
     run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1)
     run.fit(TogetherModel(Together), data(num_tokens))
     assert run.global_step == 2

@@ -28,7 +28,7 @@ PREFIX = "lightning-d9d-test-"
 JOB_SECONDS = 200.0
 EXTRA_SECONDS = 80.0  # a busy machine may take long to notice, print and exit; a hang takes 300 s
 _NEW_NETWORK = 0x40000000
-"""Of `setns(2)`."""
+"""The flag of `setns(2)` for a new network namespace."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Node:
         subprocess.run(["ip", "-n", self.namespace, *arguments], check=True, capture_output=True)
 
     def end_processes(self) -> None:
-        """Also the ranks that torchrun started in sessions of their own."""
+        """End all processes, also ranks that torchrun started in sessions of their own."""
         listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
         for process in map(int, listed.stdout.split()):
             with suppress(ProcessLookupError):
@@ -102,7 +102,7 @@ class Ended:
 
     exit_codes: list[int | None] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """From the cut."""
+    """Seconds from the cut to the end of each process."""
     outputs: list[str] = field(default_factory=list)
 
 

@@ -69,7 +69,7 @@ def fit(rank: RankContext, module: L.LightningModule, data: Any, sync: str, **op
 
 
 def windows_of(lengths: Sequence[int], accumulated: int, epochs: int) -> list[list[list[list[Tensor]]]]:
-    """For each step of all epochs the batches of each replica: none where its data have ended."""
+    """Return the batches of each replica for each step of all epochs: none where its data have ended."""
     batches = [
         [
             [torch.stack(part) for part in zip(*rows[start : start + ROWS], strict=True)]
@@ -193,7 +193,7 @@ class KeptStaged(Staged):
     def __init__(self, **options: Any) -> None:
         super().__init__(optimizer="adamw", **options)
         self.history: list[dict[str, Tensor]] = []
-        """At the start, and after each batch."""
+        """The weights at the start, and after each batch."""
 
     def on_train_start(self) -> None:
         self.on_train_batch_end()
@@ -212,7 +212,7 @@ class Built(nn.Module):
 
 
 def batches_of_ranks(lengths: Sequence[int]) -> list[list[list[dict[str, Tensor]]]]:
-    """For each rank its batches, of rows."""
+    """Return the batches of rows of each rank."""
     rows = staged_rows(sum(lengths) * ROWS)
     found = []
     for length in lengths:

@@ -17,7 +17,7 @@ from tests.strategy.test_token_mixing import HIDDEN, VOCABULARY, WithLoss, fit_m
 
 
 class Whole(nn.Module):
-    """As torch's plans have it: matrices that are cut, between layers that see all tokens on each rank."""
+    """A model as in torch's plans: sharded matrices, between layers that see all tokens on each rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -303,7 +303,7 @@ def test_dtypes_mix_on_meshes(rank: RankContext) -> None:
 
 
 class Weighted(nn.Module):
-    """Its gradient is what its weight was multiplied by."""
+    """A module whose gradient is the factor of its weight."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ def test_gradients_that_lie_unlike_their_parameters_are_refused(rank: RankContex
 
 
 def stages(domains: MeshDomains, device: torch.device) -> list[tuple[list[nn.Parameter], list[nn.Parameter]]]:
-    """This rank's own kind of parameters at its place, and the whole ones of every stage."""
+    """Return this rank's own kind of parameters at its place, and the whole ones of every stage."""
     layouts: list[list[Layout]] = [
         [((5, 3), ("dp_cp_shard",), (S0,)), ((4,), (), ()), ((6,), ("dp_cp_shard",), (R,))],
         [((4, 2), ("ep_replicate", "ep_shard"), (R, S0)), ((3, 3), (), ())],

@@ -8,7 +8,23 @@ from collections.abc import Callable, Iterator
 from tests.words.texts import Kind, Text, paragraphs
 
 MAX_WORDS = 25
-OPENERS = ("Of", "As", "That", "Those", "In", "From", "What", "Whether")
+OPENERS = (
+    "Of",
+    "As",
+    "That",
+    "Those",
+    "In",
+    "From",
+    "What",
+    "Whether",
+    "By",
+    "Also",
+    "Are",
+    "Is",
+    "Has",
+    "Have",
+    "Was",
+)
 """First words of lines that make no sense alone."""
 AVOIDED = re.compile(r"\b(is no|are no|was no|were no|let go|lets go|put off|puts off)\b(?! longer)", re.I)
 

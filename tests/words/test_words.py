@@ -31,6 +31,9 @@ def test_a_first_line_that_makes_no_sense_alone(tmp_path: Path, opener: str) -> 
     assert problems(tmp_path, function(f"{opener} the ranks that hold it.")) == ["first-line"]
     assert problems(tmp_path, f'"""{opener} the ranks that hold it."""\n') == ["first-line"]
     assert problems(tmp_path, f'class A:\n    b: int\n    """{opener} the ranks."""\n') == ["first-line"]
+    assert problems(tmp_path, f'def f():\n    """Do it."""\n    b = 1\n    """{opener} the ranks."""\n') == [
+        "first-line"
+    ]
 
 
 @pytest.mark.parametrize(

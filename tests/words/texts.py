@@ -60,11 +60,10 @@ def _of_python(tree: ast.Module) -> Iterator[Text]:
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         is_property = is_function and any("property" in ast.unparse(each) for each in node.decorator_list)
         kind = Kind.FUNCTION if is_function and not is_property else Kind.NAMED
-        strings = node.body[:1] if is_function else node.body  # in a class or module also those of fields
-        for statement in strings:
+        for number, statement in enumerate(node.body):  # behind the first one those of fields and variables
             match statement:
                 case ast.Expr(value=ast.Constant(value=str(docstring))):
-                    yield Text(kind, statement.lineno, cleandoc(docstring))
+                    yield Text(Kind.NAMED if number else kind, statement.lineno, cleandoc(docstring))
 
 
 def _literal(node: ast.expr) -> str:

@@ -33,9 +33,9 @@ def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, a
         config: Config of the whole model.
         num_stages: Number of stages of the whole pipeline.
         before: Virtual layers of the first stage. Looking up an embedding takes almost no time.
-        after: Virtual layers of the last stage. None takes the compute of the head, in layers and rounded, or less if
-            the last stage would have no layer. That is the ratio of the head's matrix products to those of all layers
-            for a token. Attention scores do not count, because they depend on the length of the sequence.
+        after: Virtual layers of the last stage. By default, None, it is the compute of the head in layers,
+            rounded: the ratio of its matrix products to those of a layer. It is less if the last stage would have no
+            layer. Attention scores do not count, because they depend on the length of the sequence.
 
     Raises:
         ConfigError: A stage would have no layer.
@@ -314,11 +314,11 @@ class Qwen3MoeForCausalLM(nn.Module):
             reduction: "none" returns `loss` in the shape of `labels`, 0 where ignored; "sum" returns one number.
             hidden_states: Value that the previous stage returned under this name, shape
                 `[batch, tokens of this rank, hidden]`.
-            snapshots: the same.
+            snapshots: Value that the previous stage returned under this name.
             output_hidden_states: Whether `.hidden_states` of the output has those of every layer. True returns those of
-                this rank's tokens; "whole" those of whole sequences, which the last stage gathers. For the first stage.
-                The states of every layer are sent over each pipeline link, and "whole" states take the memory of all
-                tokens.
+                this rank's tokens. "whole" returns those of whole sequences, which the last stage gathers. The first
+                stage gets this argument. The states of every layer are sent over each pipeline link, and "whole" states
+                take the memory of all tokens.
             router_loss: Value that the previous stage returned under this name.
             document_ids: Integers, shape `[batch, seq]`, the same on every stage. Tokens attend only to tokens of their
                 row that have the same id, so padding is a document of its own. Default: one document a row. Labels are
@@ -326,7 +326,7 @@ class Qwen3MoeForCausalLM(nn.Module):
             pooling_mask: Bool or integers, shape `[batch, seq]`, the same on every stage: `.pooled_states` of the
                 output are means over the tokens where it is not 0. Only a few bytes for them are sent over a pipeline
                 link.
-            state_sums: what the stage before returned under this name.
+            state_sums: Value that the previous stage returned under this name.
 
         Returns:
             `.logits` in the model's dtype when `labels` is None, else `.loss` in float32 (float64 in float64), without

@@ -124,15 +124,15 @@ class Perplexity(Metric):
 class Qwen3MoePretraining(D9DModule):
     """Next-token training of Qwen3-MoE, or of dense Qwen3 if the config has no experts.
 
-    Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted (unless
-    `shift_labels`), -100 does not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of
-    their row that have the same id. Rows may be packed with documents or padded on either side, with a separate id and
-    labels of -100 for padding. `attention_mask` `[batch, seq]` marks padding with 0, as tokenizers do. The data decide
-    labels at borders, too. The label of a document's last token should be -100; otherwise the next document's first
-    token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default begin at 0 with each
-    document. Every label that counts has the same weight over all microbatches, ranks and accumulated batches. With a
-    `pooling_mask` `[batch, seq]`, `microbatch_loss` and `predict_output` find `pooled_states` in the output: see
-    `CausalLMOutput`.
+    Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`. Labels are already shifted, unless
+    `shift_labels` is True. A label of -100 does not count. `document_ids` `[batch, seq]` are optional: tokens attend
+    only to tokens of their row that have the same id. Rows may be packed with documents or padded on either side, with
+    a separate id and labels of -100 for padding. `attention_mask` `[batch, seq]` marks padding with 0, as tokenizers
+    do. The data decide labels at borders, too. The label of a document's last token should be -100; otherwise the next
+    document's first token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default begin at 0
+    with each document. Every label that counts has the same weight over all microbatches, ranks and accumulated
+    batches. With a `pooling_mask` `[batch, seq]`, `microbatch_loss` and `predict_output` find `pooled_states` in the
+    output: see `CausalLMOutput`.
 
     The module logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same
     for test. With `balance` it also logs `expert_load/layer_0` and `expert_entropy/layer_0` for each mixture layer.

@@ -31,7 +31,7 @@ class LayerStates:
         tokens: The tokens that this rank holds.
         shape: Shape of the stage's hidden states, `[batch, seq, hidden]`.
         output_hidden_states: Mask as the stage received it.
-        pooling_mask: As the stage got it.
+        pooling_mask: The mask that the stage got.
         snapshots: States of earlier stages; None if they were not requested, and on the first stage.
         sums: Sums of earlier stages, in the same way, shape `[batch, layers so far, hidden]`.
 

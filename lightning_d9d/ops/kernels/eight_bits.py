@@ -54,12 +54,12 @@ def adamw(
             and the length of its rows.
         gradients: Int64 `[parts]`, addresses.
         chunks: Int32 `[chunks, 2]`: a part, and the index of `CHUNK` blocks in it.
-        scalars: Settings as in that function.
-        found_inf: As there.
-        dtypes: As there.
-        betas: As there.
-        eps: As there.
-        seed: As there.
+        scalars: The same settings as for that function.
+        found_inf: The same.
+        dtypes: The same.
+        betas: The same.
+        eps: The same.
+        seed: The same.
     """
     _adamw[(len(chunks),)](
         parts,

@@ -1,6 +1,6 @@
 """Triton kernels of `moe_route`.
 
-A program has a tile of some tokens' logits in registers, all experts of each. It is read once; values of the chosen
+A program holds the logits of some tokens, for all experts, in registers. They are read once. Values of the chosen
 experts are read a second time, from the cache.
 
 [Note: how experts are chosen] Floats are converted to integers of the same order. A warp finds the largest with one

@@ -2,8 +2,8 @@
 
 [Note: flags] A rank writes its rows into the memory of others. Then, in a separate kernel, it writes the number of the
 exchange to a flag there (release, for all devices). A reader waits for the flags of all ranks (acquire). Numbers and
-waits are on the device, so that a graph can be captured. A wait has a time limit; after it a bit of the state is set,
-and no later wait waits.
+waits are on the device, so that a graph can be captured. A wait has a time limit. After it a bit of the state is set,
+and later waits end at once.
 
 [Note: two regions] Exchanges take turns with two regions of the memory. A rank writes for exchange e + 2 after it has
 seen all flags of e + 1. The others set these after they have read exchange e. So each exchange needs only one wait.

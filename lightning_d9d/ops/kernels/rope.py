@@ -196,7 +196,7 @@ def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[
 
 
 def _sizes(q: Tensor, k: Tensor | None, cos: Tensor) -> tuple[int | None, ...]:
-    """Return tokens of a row of the batch, heads of queries and of keys, width of a head, and pairs."""
+    """Return the numbers of tokens of a row, of heads of queries and of keys, the width of a head, and its pairs."""
     _, seq, heads, dim = q.shape
     return seq, heads, None if k is None else k.shape[2], dim, cos.shape[-1]
 

@@ -12,7 +12,7 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 _ROWS = 128
 _COLUMNS = 16
-"""Columns of a program: few, so that there are many programs, because the sums of a weight fit into a cache."""
+"""Columns of a program. Few columns make many programs, and the sums of a weight fit into a cache anyway."""
 _COLUMNS_AT_ONCE = 8
 """Columns of a program that holds all rows at once: 32 bytes of each row, the smallest read of memory."""
 

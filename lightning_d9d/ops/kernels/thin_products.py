@@ -116,12 +116,18 @@ def gradient(h: Tensor, x: Tensor, offsets: Tensor, sources: Tensor | None, scal
 
 
 def pick(products: Tensor, offsets: Tensor, sources: Tensor, scale: float, h: Tensor) -> None:
-    """Fill `h` `[rows, n]` with the part of its expert in `products` `[tokens, groups * n]`. No tensor is empty."""
+    """Fill each row of `h` `[rows, n]` with the columns of the row's expert in `products` `[tokens, groups * n]`.
+
+    No tensor is empty.
+    """
     _move(products, offsets, sources, scale, h, False)
 
 
 def spread(h: Tensor, offsets: Tensor, sources: Tensor, columns: Tensor) -> None:
-    """Write `h` `[rows, n]` to the part of its expert in `columns` `[tokens, groups * n]`. No tensor is empty."""
+    """Write each row of `h` `[rows, n]` to the columns of the row's expert in `columns` `[tokens, groups * n]`.
+
+    No tensor is empty.
+    """
     _move(columns, offsets, sources, 1.0, h, True)
 
 
