@@ -1,7 +1,7 @@
 """Mixes the weights of this rank with those at the same place of other replicas.
 
-[Note: life of a round] After the optimizer's step k `launch` begins the messages of the edge, one bucket at a time: two
-replicas exchange their weights, and more sum copies of them. Meanwhile the forward and the backward of step k + 1 run
+[Note: life of a round] After the optimizer's step k `launch` begins the messages of the edge, one bucket at a time. Two
+replicas exchange their weights; three or more sum copies of them. Meanwhile the forward and the backward of step k + 1 run
 on the unmixed weights. Then `finish` waits for the messages and mixes, and the optimizer applies the gradients to the
 mixed weights. Nothing changes the weights in between, so own values need not be kept, and can be sent without a copy.
 

@@ -61,7 +61,7 @@ class Rounds:
 
     @property
     def are_pairs(self) -> bool:
-        """Whether no edge has more than two replicas."""
+        """True if no edge has more than two replicas."""
         return all(len(edge.replicas) <= 2 for edges in self.edges for edge in edges)
 
     @property

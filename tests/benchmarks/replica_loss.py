@@ -49,10 +49,10 @@ class ReplicaLossCase:
     steps: int = 500
     rows: int = 16
     """The rows of a replica in a step."""
-    warmup: float = 0.2
+    warmup: float = 0.4
     """The share of the steps in which the rate rises: with 0.05 decentralised replicas end several percent higher."""
     length: int = 128
-    rates: tuple[float, ...] = (6e-3, 1.2e-2, 2.4e-2)
+    rates: tuple[float, ...] = (1.2e-2, 1.8e-2, 2.4e-2)
     num_validations: int = 5
     validation_batches: int = 16
     """The validation batches of a replica."""
