@@ -64,7 +64,8 @@ class FindNonfinite(L.Callback):
     more. One text names for each rank the batch, the microbatch, and the first module whose output is not finite. It
     also names parameters whose gradients are not finite. With `D9DStrategy(skip_nonfinite=True)` the text is logged,
     and the fit continues without the step. Otherwise all ranks raise it, because the weights would be lost. See [Find
-    a NaN](../how-to/troubleshooting.md#find-where-a-nan-arose). All ranks must have the callback.
+    a NaN](../how-to/troubleshooting.md#find-where-a-nan-arose). A plain module logs once more what its `training_step`
+    logs. All ranks must have the callback.
 
     Args:
         max_reports: After so many texts of a fit it stops searching.
@@ -198,13 +199,10 @@ def _watched(roots: list[nn.Module], batch: int, found: list[Place]) -> Generato
 
 @contextmanager
 def _restored(module: L.LightningModule) -> Generator[None]:
-    """Leave buffers, random numbers and logged values as they are, whatever the block does."""
+    """Leave buffers and random numbers as they are, whatever the block does."""
     buffers = [(each, each.clone()) for each in map(local, module.buffers())]
     devices = [module.device] if module.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), ExitStack() as stack:
-        if not isinstance(module, D9DModule):
-            module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
-            stack.callback(lambda: [delattr(module, name) for name in ("log", "log_dict")])
+    with torch.random.fork_rng(devices):
         yield
     for buffer, before in buffers:
         buffer.copy_(before)

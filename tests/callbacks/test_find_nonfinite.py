@@ -134,9 +134,10 @@ def test_a_stage_of_a_pipeline(rank: RankContext, layer: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_skipped_steps_are_logged_and_the_fit_goes_on(rank: RankContext) -> None:
+@pytest.mark.parametrize("axis", ["data_parallel_replicate", "data_parallel_shard"])
+def test_skipped_steps_are_logged_and_the_fit_goes_on(rank: RankContext, axis: str) -> None:
     find = FindNonfinite(max_reports=1)
-    mesh = MeshConfig(data_parallel_replicate=2)
+    mesh = MeshConfig(**{axis: 2})
     handler = logging.handlers.BufferingHandler(1000)
     logger.addHandler(handler)
     try:
