@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_d9d.memory.copies import copied_bytes, updated_bytes
+from lightning_d9d.memory.copies import updated_bytes
 from lightning_d9d.memory.layers import StageOfRank
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.row_costs import microbatch_costs
@@ -119,11 +119,10 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stag
     rates = machine.rates_for(model.tokens)
     costs = [microbatch_costs(model, each, is_head=each is stage.after) for each in stage.parts]
     seconds = [rates.seconds(each, 1) for each in costs]
-    copies = sum(copied_bytes(model, each.shares) for each in stage.parts) / model.num_microbatches
     return _Stage(
         forward=sum(each.forward for each in seconds) + rates.action_seconds,
         backward_input=sum(each.backward_input for each in seconds) + rates.action_seconds,
-        backward_weight=sum(each.backward_weight for each in seconds) + copies / machine.copy_bytes,
+        backward_weight=sum(each.backward_weight for each in seconds),
         messages=sum(rates.message_seconds(each, 1) for each in costs),
         again=sum(rates.again(each, 1) for each in costs),
     )

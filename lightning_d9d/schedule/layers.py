@@ -2,9 +2,9 @@
 
 [Note: time of a layer] Matrix products run at `flops_per_second`. With few rows they run only as fast as their weights
 are read from memory. All other operations move bytes at `bytes_per_second`. A forward and an input backward read the
-weights of their products once a microbatch. A weight backward writes the gradients of all weights once. What is
-recomputed takes its forward's time once more. Messages in the midst of a layer take as long as their link, and a
-latency each.
+weights of their products once a microbatch. A weight backward writes the gradients of all weights once, and has the
+copies of weights and gradients. What is recomputed takes its forward's time once more. Messages in the midst of a layer
+take as long as their link, and a latency each.
 
 [Note: links of a node] Each rank has links to its node, and one to the network. A ring leaves a node once, so each of
 its ranks there sends a part of that. If all send to all, each sends its own part of what goes to other nodes.
@@ -70,6 +70,8 @@ class LayerCosts:
     backward_weight_bytes: float = 0.0
     weight_bytes: float = 0.0
     """Bytes of the parameters, for any number of rows."""
+    copied_bytes: float = 0.0
+    """Bytes moved for any number of rows: copies of gathered weights and of gradients."""
     activation_bytes: float = 0.0
     """Bytes kept from forward to backward."""
     selective_bytes: float | None = None
@@ -300,6 +302,7 @@ class Machine:
             self.attention_backward_flops_per_second,
         )
         gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights, 0.0, None)
+        gradients += layer.copied_bytes / self.bytes_per_second
         if layer.is_compiled:
             inputs, gradients = inputs + gradients, 0.0
         return LayerSeconds(forward, inputs, gradients, inputs + gradients)
