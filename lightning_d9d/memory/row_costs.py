@@ -82,4 +82,6 @@ def _recomputed(layer: LayerOfRank) -> str:
 
 
 def _messages(sent: Iterable[Sent]) -> tuple[Messages, ...]:
-    return tuple(Messages(each.num_bytes, each.num_messages, each.num_ranks, each.span, each.is_ring) for each in sent)
+    return tuple(Messages(each.num_bytes, each.num_messages, each.num_ranks, each.span, each.is_ring, each.num_waits)
+        for each in sent
+    )

@@ -28,7 +28,7 @@ _SOME_MESSAGES = 4
 _RATES = (
     *("memory_gib", "peak_flops", "linear_flops", "grouped_flops", "attention_forward_flops"),
     *("attention_backward_flops", "copy_bytes", "node_link_bytes", "network_bytes", "latency", "action_seconds"),
-    "host_share",
+    *("host_share", "wait_seconds"),
 )
 """The fields of a table that are rates; a table lists those that were not measured."""
 

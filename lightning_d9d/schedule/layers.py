@@ -48,6 +48,8 @@ class Messages(NamedTuple):
     """The number of consecutive ranks from the first to the last of them."""
     is_ring: bool = True
     """True if each sends to the next one alone; else to all others alike."""
+    waits: int = 0
+    """Times in a microbatch that the host waits for numbers of other ranks before it can launch what follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +211,8 @@ class Machine:
     """Bytes per second that a rank sends to all others of its node."""
     network_bytes_per_second: float = 40e9
     """Bytes per second that a rank sends to other nodes; a network of 400 Gb/s for each, four fifths used."""
+    wait_seconds: float = 0.0
+    """Seconds from such a wait until the device is busy again."""
     host_share: float = 0.0
     """The share of their time that kernels take longer in a step than alone."""
     overlapped: float = 1.0
@@ -259,6 +263,7 @@ class Machine:
                 *self.spread_bytes(num_rows * each.row_bytes, each.num_ranks, each.span, is_ring=each.is_ring)
             )
             + each.number * self.link_latency
+            + each.waits * self.wait_seconds
             for each in layer.messages
         )
 
