@@ -210,6 +210,8 @@ class _Walk:
                     self.backward_weight(part.stage, stage, is_last=is_last)
                 case _:
                     self.backward(part.stage, stage, is_last=is_last, looks=is_new or is_last)
+        first = 0.0 if self.keeps else max(gathered_bytes(stage.parts[0]) for stage in self.stages.values())
+        self.most_of_pools["gathered"] += first  # of another size than those of layers, which do not fit into its block
         free = max(0, int(sum(self.most_of_pools.values())) - self.best.total)
         has_streams = self.most_of_pools["gathered"] + self.kept_stages > 0
         return replace(self.best, streams=free) if has_streams else replace(self.best, apart=free)

@@ -28,7 +28,7 @@ _SOME_MESSAGES = 4
 _RATES = (
     *("memory_gib", "peak_flops", "linear_flops", "grouped_flops", "attention_forward_flops"),
     *("attention_backward_flops", "copy_bytes", "node_link_bytes", "network_bytes", "latency", "action_seconds"),
-    *("host_share", "wait_seconds"),
+    *("host_share", "wait_seconds", "message_slowdown"),
 )
 """The fields of a table that are rates; a table lists those that were not measured."""
 
@@ -301,6 +301,7 @@ def measure(
         values["latency"] = small.seconds / (2 * (size - 1))  # a sum goes round twice
         values["gpus_per_node"] = size // num_nodes
         slowed = beside(sizes, device, group)
+        values["message_slowdown"] = max(0.0, statistics.fmean(share for share, _ in slowed))
         rows += [*of_kinds.values(), *(replace(each, name=f"{each.name}: {share:.3f}") for share, each in slowed)]
     missing = tuple(each for each in _RATES if each not in values)
     source = f"measured by `lightning-d9d doctor --measure` with torch {torch.__version__}; not measured: {base.source}"

@@ -4,8 +4,8 @@
 have a cooler device. A recomputed forward counts twice. Messages of tokens, and of tensor or context parallelism, are
 not hidden and count in full. A dispatch to experts of other ranks waits for the host, which reads how many tokens come:
 `wait_seconds` is the forward of `all_to_all` in docs/benchmarks/parallel.md, 3.47 ms, without 0.53 ms of messages and
-0.6 ms of copies. Messages of weights and gradients run beside the computation, and slow it down by `_SLOWED` of their
-own time. Nothing is computed beside the first gathers, of the embedding and the first layer, and beside the last sums:
+0.6 ms of copies. Messages of weights and gradients run beside the computation, and slow it down by `message_slowdown`
+of their own time. Nothing is computed beside the first gathers, of the embedding and the first layer, and beside the last sums:
 of the embedding, and of the first layer if FSDP2 sums it. If messages take longer than the computation, the rest counts
 in full. The program of a pipeline is simulated with these seconds. The update moves the bytes of `updated_bytes`.
 """
@@ -25,10 +25,10 @@ from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.schedule import Costs, simulate
 from lightning_d9d.schedule.simulate import Simulation
 
-_SLOWED = 0.31
-"""The slowdown of computation beside messages, as a share of their time. It is that of `ep1` on two H200s in
-docs/benchmarks/parallel.md: 10.3 % of 157.8 ms are exposed, 1.0 ms of them without computation, and the messages take
-49.9 ms. `fsdp` has 0.24 there."""
+_TORCH_UPDATE, _OWN_UPDATE = 0.7, 0.84
+"""The rate of an update as a share of a copy's. Torch's fused AdamW took 38.1 ms for 79.8 GB of *sparse full* on an
+H100, and the norm 4.7 ms for 10.0 GB. `StochasticAdamW` in eight bits took 12.6 ms for 31 GB of *sparse 64k*, and 17.2
+ms for 44.8 GB of *experts in eight bits*."""
 _BESIDE = ("weights", "gradients")
 
 
@@ -100,10 +100,9 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         compute=compute,
         recompute=model.num_microbatches * sum(known[index].again for index in stages_of),
         messages=messages,
-        sums=alone + _SLOWED * beside + max(0.0, beside - compute),
+        sums=alone + machine.message_slowdown * beside + max(0.0, beside - compute),
         bubble=simulation.step_time - simulation.compute_time[busy],
-        update=updated_bytes(model, max((model.held(rank) for rank in (0, pp - 1)), key=_elements), clips=clips)
-        / machine.copy_bytes,
+        update=_update(model, max((model.held(rank) for rank in (0, pp - 1)), key=_elements), machine, clips=clips),
     )
     return Timed(
         seconds=seconds, simulation=simulation, bubble_ratio=simulation.bubble_ratio, links=_links(sent, machine)
@@ -162,6 +161,11 @@ def _transfer(model: RankModel, machine: MachineTable) -> float:
         return 0.0
     rate = machine.rates.link(model.mesh.world_size // pp + 1)
     return model.costs.layers[0].output_bytes * model.share_of_row / (rate / 2)
+
+
+def _update(model: RankModel, held: Sequence[Share], machine: MachineTable, *, clips: bool) -> float:
+    share = _TORCH_UPDATE if model.casts_gradients else _OWN_UPDATE
+    return updated_bytes(model, held, clips=clips) / (share * machine.copy_bytes)
 
 
 def _elements(held: Sequence[Share]) -> int:
