@@ -117,7 +117,7 @@ def gathered_bytes(layer: LayerOfRank, above: float = 0.0, *, stay: bool = False
 
 
 def tied_bytes(stage: StageOfRank) -> float:
-    """Count the bytes of the head's gradient, if it waits for that of the embedding, which is the same matrix. Local."""
+    """Count the bytes of the head's gradient if it waits for that of the embedding, the same matrix. Local."""
     if stage.before is None or stage.after is None:
         return 0.0
     if any(len(share.gathered) > 1 and share.weight.part in _VOCABULARY for share in stage.after.shares):

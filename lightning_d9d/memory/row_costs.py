@@ -58,7 +58,7 @@ def row_costs(model: RankModel) -> ModelCosts:
 def peak_of(model: RankModel) -> PeakOfCandidate:
     """Return a function that finds the peak of the rank with the most, for other stages and microbatches. Local.
 
-    Bytes that the allocator keeps apart count as if tensors took them, as `Overhead.allocatable` leaves no room for them.
+    Bytes that the allocator keeps apart count as if tensors took them: `Overhead.allocatable` leaves no room for them.
     """
 
     def most(schedule: Schedule, layers: Sequence[range], rows: int, number: int) -> float:
@@ -82,6 +82,7 @@ def _recomputed(layer: LayerOfRank) -> str:
 
 
 def _messages(sent: Iterable[Sent]) -> tuple[Messages, ...]:
-    return tuple(Messages(each.num_bytes, each.num_messages, each.num_ranks, each.span, each.is_ring, each.num_waits)
+    return tuple(
+        Messages(each.num_bytes, each.num_messages, each.num_ranks, each.span, each.is_ring, each.num_waits)
         for each in sent
     )

@@ -79,7 +79,13 @@ class MachineTable:
             value = getattr(self, each.name)
             if each.type in ("float", "int"):
                 is_number = isinstance(value, int | float) and math.isfinite(value)
-                may_be_zero = each.name in ("host_share", "latency", "launch_seconds", "wait_seconds", "message_slowdown")
+                may_be_zero = each.name in (
+                    "host_share",
+                    "latency",
+                    "launch_seconds",
+                    "wait_seconds",
+                    "message_slowdown",
+                )
                 if not is_number or value < 0 or (value == 0 and not may_be_zero):
                     raise ConfigError(f"a machine's {each.name}={value!r} must be a number above 0")
 

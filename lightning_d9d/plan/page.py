@@ -119,7 +119,8 @@ def _gantt(plan: Plan) -> Iterator[str]:
         return
     ranks, end = plan.model.mesh.pipeline_parallel, max(bar.start + bar.length for bar in drawn)
     scale, colours = (_WIDTH - _LEFT) / end, {kind: colour for kind, (colour, _) in KINDS.items()}
-    yield f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {ranks * (_BAR + _GAP)}" role="img" aria-label="Actions of ranks over time">'
+    height = ranks * (_BAR + _GAP)
+    yield f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Actions of ranks over time">'
     for rank in range(ranks):
         yield f'<text x="0" y="{rank * (_BAR + _GAP) + 15}">rank {rank}</text>'
     for bar in drawn:
