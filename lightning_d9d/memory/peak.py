@@ -6,7 +6,7 @@ Recomputed layers keep their input, and all their tensors exist again during the
 window allocates gradients. Later backwards add to them, and need one more gradient at a time. FSDP2 adds the gathered
 unit and the next one, with the gradients of a gathered unit. The message that sums gradients exists until the next one.
 
-[Note: blocks that are kept apart] Torch's allocator has a pool of blocks for each stream, and a free block of one pool
+[Note: blocks that are kept apart] Torch's allocator has a pool of blocks for each stream. A free block of one pool
 is of no use in another. FSDP2 allocates the messages that gather in one stream of its own, and summed gradients in
 another (torch's `_fsdp_collectives.py`). In the stream of the computation, a gradient that is larger than any tensor of
 a layer finds no free block of such tensors. So each of these four kinds needs its own most. Their sum is more than the

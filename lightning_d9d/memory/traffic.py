@@ -8,8 +8,8 @@ dense MLP and of the head. They also gather the gradients of scattered tensors. 
 and gather some numbers of each loss.
 
 [Note: numbers of a step] Ranks with other tokens sum the weight of the loss, in float64. With those of a pipeline they
-sum loss and weight. The square of the norm is summed over each set of ranks that share gradients, once where two sets
-are the same, and over the pipeline. Tokens of experts are counted in int64, in one message for all layers.
+sum loss and weight. The square of the norm is summed over each set of ranks that share gradients, and over the
+pipeline. Sets that are the same send once. Tokens of experts are counted in int64, in one message for all layers.
 """
 
 from __future__ import annotations

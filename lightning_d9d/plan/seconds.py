@@ -6,9 +6,9 @@ parallelism, are not hidden and count in full. A dispatch to experts of other ra
 many tokens come. `wait_seconds` is the forward of `all_to_all` in docs/benchmarks/parallel.md, 3.47 ms, without 0.53 ms
 of messages and 0.6 ms of copies. Messages of weights and gradients run beside the computation, and slow it down by
 `message_slowdown` of their own time. Nothing is computed beside the first gathers, of the embedding and the first
-layer, and beside the last sums: of the embedding, and of the first layer if FSDP2 sums it. If messages take longer than
-the computation, the rest counts in full. The program of a pipeline is simulated with these seconds. The update moves
-the bytes of `updated_bytes`.
+layer. The same is true of the last sums: that of the embedding, and that of the first layer if FSDP2 sums it. If
+messages take longer than the computation, the rest counts in full. The program of a pipeline is simulated with these
+seconds. The update moves the bytes of `updated_bytes`.
 """
 
 from __future__ import annotations
