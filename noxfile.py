@@ -63,7 +63,7 @@ def meshes(session: nox.Session) -> None:
         *("tests/models/test_qwen3_moe_balance.py", "tests/strategy/test_logged_values.py"),
         *("tests/pipeline/test_executor_memory.py", "tests/cli/test_gallery.py", "tests/strategy/test_sharded.py"),
         *("tests/strategy/test_trained_only.py", "tests/strategy/test_hangs.py", "tests/callbacks/test_histograms.py"),
-        "tests/plan/test_sent.py",
+        *("tests/plan/test_sent.py", "tests/plan/test_published.py", "tests/memory/test_tracker.py"),
     )
     session.run("pytest", "tests/meshes", *others, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 

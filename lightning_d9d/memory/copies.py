@@ -1,8 +1,8 @@
 """Bytes that a rank reads and writes in a step to gather weights, and to add up, send and apply gradients.
 
-[Note: copies of gradients] Buckets copy the first gradient of a step into their buffer, in the dtype of sums, and add
-later ones to it. FSDP2 adds up in the same way if it keeps a unit gathered. It copies shards into a message and the
-gathered message into weights, at each gather, and whole gradients into a message in the dtype of sums. Before the update
+[Note: copies of gradients] Buckets have the dtype of sums. They copy the first gradient of a step, and add later ones
+to it. FSDP2 adds up in the same way if it keeps a unit gathered. At each gather it copies shards into a message, and
+the gathered message into weights. It copies whole gradients into a message in the dtype of sums. Before the update,
 gradients are cast to the dtype of their weights, unless the optimizer takes wide ones. Torch's fused optimizers write
 the gradients that they have clipped. Autocast casts matrices in each forward, and their gradients back in the backward.
 """

@@ -16,7 +16,7 @@ from lightning_d9d.ops.linear_cross_entropy_chunks import ChunkOptions, rows_at_
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.schedule.layers import LayerCosts, ModelCosts, Moment
 
-_UNSCALED = ("weight_bytes",)
+_UNSCALED = ("weight_bytes", "copied_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)

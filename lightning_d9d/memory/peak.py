@@ -6,7 +6,7 @@ Recomputed layers keep their input, and all their tensors exist again during the
 window allocates gradients. Later backwards add to them, and need one more gradient at a time. FSDP2 adds the gathered
 unit and the next one, with the gradients of a gathered unit. The message that sums gradients exists until the next one.
 
-[Note: blocks that are kept apart] Torch's allocator has a pool of blocks for each stream, and a free block of one pool
+[Note: blocks that are kept apart] Torch's allocator has a pool of blocks for each stream. A free block of one pool
 is of no use in another. FSDP2 allocates the messages that gather in one stream of its own, and summed gradients in
 another (torch's `_fsdp_collectives.py`). In the stream of the computation, a gradient that is larger than any tensor of
 a layer finds no free block of such tensors. So each of these four kinds needs its own most. Their sum is more than the
@@ -117,7 +117,7 @@ def gathered_bytes(layer: LayerOfRank, above: float = 0.0, *, stay: bool = False
 
 
 def tied_bytes(stage: StageOfRank) -> float:
-    """Count the bytes of the head's gradient, if it waits for that of the embedding, which is the same matrix. Local."""
+    """Count the bytes of the head's gradient if it waits for that of the embedding, the same matrix. Local."""
     if stage.before is None or stage.after is None:
         return 0.0
     if any(len(share.gathered) > 1 and share.weight.part in _VOCABULARY for share in stage.after.shares):
@@ -210,6 +210,8 @@ class _Walk:
                     self.backward_weight(part.stage, stage, is_last=is_last)
                 case _:
                     self.backward(part.stage, stage, is_last=is_last, looks=is_new or is_last)
+        first = 0.0 if self.keeps else max(gathered_bytes(stage.parts[0]) for stage in self.stages.values())
+        self.most_of_pools["gathered"] += first  # of another size than those of layers, which do not fit into its block
         free = max(0, int(sum(self.most_of_pools.values())) - self.best.total)
         has_streams = self.most_of_pools["gathered"] + self.kept_stages > 0
         return replace(self.best, streams=free) if has_streams else replace(self.best, apart=free)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -63,7 +64,7 @@ class RankModel:
         reduced = self.parallel.dtypes[1]
         return self.sum_bytes if reduced is None else reduced.itemsize
 
-    @property
+    @functools.cached_property
     def keeps_gathered(self) -> bool:
         """True if the strategy would keep fully sharded stages gathered over a batch."""
         splits = any(isinstance(part, BackwardInput) for action in self.actions(0) for part in compute_parts(action))

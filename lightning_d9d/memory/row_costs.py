@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from lightning_d9d.memory.copies import copied_bytes
 from lightning_d9d.memory.layers import LayerOfRank
 from lightning_d9d.memory.peak import LayerGradients, gathered_bytes
 from lightning_d9d.memory.rank import RankModel
@@ -30,6 +31,7 @@ def microbatch_costs(model: RankModel, layer: LayerOfRank, *, is_head: bool = Fa
     return replace(
         layer.costs,
         weight_bytes=float(sum(share.num_gathered * share.weight.dtype.itemsize for share in layer.shares)),
+        copied_bytes=copied_bytes(model, layer.shares) / model.num_microbatches,
         activation_bytes=layer.kept,
         state_bytes=float(weights + states + gradients.stays + sums + gathered),
         recomputed=_recomputed(layer),
@@ -54,7 +56,10 @@ def row_costs(model: RankModel) -> ModelCosts:
 
 
 def peak_of(model: RankModel) -> PeakOfCandidate:
-    """Return a function that finds the peak of the rank with the most, for other stages and microbatches. Local."""
+    """Return a function that finds the peak of the rank with the most, for other stages and microbatches. Local.
+
+    Bytes that the allocator keeps apart count as if tensors took them: `Overhead.allocatable` leaves no room for them.
+    """
 
     def most(schedule: Schedule, layers: Sequence[range], rows: int, number: int) -> float:
         tried = replace(model, schedule=schedule, layers_of_stages=tuple(layers), rows=rows, num_microbatches=number)
@@ -77,4 +82,7 @@ def _recomputed(layer: LayerOfRank) -> str:
 
 
 def _messages(sent: Iterable[Sent]) -> tuple[Messages, ...]:
-    return tuple(Messages(each.num_bytes, each.num_messages, each.num_ranks, each.span, each.is_ring) for each in sent)
+    return tuple(
+        Messages(each.num_bytes, each.num_messages, each.num_ranks, each.span, each.is_ring, each.num_waits)
+        for each in sent
+    )

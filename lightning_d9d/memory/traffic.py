@@ -8,14 +8,14 @@ dense MLP and of the head. They also gather the gradients of scattered tensors. 
 and gather some numbers of each loss.
 
 [Note: numbers of a step] Ranks with other tokens sum the weight of the loss, in float64. With those of a pipeline they
-sum loss and weight. The square of the norm is summed over each set of ranks that share gradients, once where two sets
-are the same, and over the pipeline. Tokens of experts are counted in int64, in one message for all layers.
+sum loss and weight. The square of the norm is summed over each set of ranks that share gradients, and over the
+pipeline. Sets that are the same send once. Tokens of experts are counted in int64, in one message for all layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_d9d.memory.copies import gathers, sum_width
@@ -46,6 +46,8 @@ class Sent(NamedTuple):
     num_bytes: float
     """The bytes that this rank sends."""
     num_messages: int
+    num_waits: int = 0
+    """Times that the host waits for the sizes of messages from other ranks."""
 
     @property
     def is_ring(self) -> bool:
@@ -68,7 +70,7 @@ def traffic(model: RankModel, rank: int, *, clips: bool = True) -> list[Sent]:
     """
     held = model.held(rank)
     found = [
-        *_of_weights(model, held),
+        *of_weights(model, held),
         *_of_tokens(model, rank),
         *_of_pipeline(model, rank),
         *_of_numbers(model, held, clips=clips),
@@ -84,7 +86,8 @@ def by_kind(sent: Sequence[Sent]) -> dict[str, float]:
     return sums
 
 
-def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
+def of_weights(model: RankModel, held: Iterable[Share]) -> Iterator[Sent]:
+    """Yield the messages of weights and their gradients. Local."""
     mesh = model.mesh
     inner = mesh.tensor_parallel * mesh.context_parallel_replicate
     shards = mesh.data_parallel_shard * mesh.context_parallel_shard
@@ -167,7 +170,8 @@ def of_layer(model: RankModel, layer: LayerOfRank, number: int) -> Iterator[Sent
         once = rows * (hidden + 2 * top_k * _WIDE) + 2 * ep * 8 * (ep - 1)
         back = rows * (3 * hidden + 2 * top_k * _WIDE)
         sends = number * (back + once * (2 if again else 1))
-        yield Sent("all_to_all", "tokens to experts", "ep", ep, ep, sends, number * (9 if again else 6))
+        messages, waits = number * (9 if again else 6), number * (2 if again else 1)
+        yield Sent("all_to_all", "tokens to experts", "ep", ep, ep, sends, messages, waits)
     if tp > 1:
         times = 2 * (1 if is_sparse else 2)
         ring = number * times * tp * tokens * hidden * share_sent(tp)

@@ -58,6 +58,10 @@ class MachineTable:
     """Seconds that an action of a pipeline adds to its kernels."""
     host_share: float
     """Extra time of kernels in a step, as a share of their time alone."""
+    wait_seconds: float = 0.0
+    """Seconds from a wait of the host for numbers of other ranks until the device is busy again."""
+    message_slowdown: float = 0.58
+    """The time that computation loses beside messages of weights and gradients, as a share of the messages' time."""
     attention_by_tokens: tuple[AttentionRate, ...] = ()
     """Rates of attention by the length of a row. The nearest length replaces the two rates above."""
     launch_seconds: float = 0.0
@@ -75,7 +79,13 @@ class MachineTable:
             value = getattr(self, each.name)
             if each.type in ("float", "int"):
                 is_number = isinstance(value, int | float) and math.isfinite(value)
-                may_be_zero = each.name in ("host_share", "latency", "launch_seconds")
+                may_be_zero = each.name in (
+                    "host_share",
+                    "latency",
+                    "launch_seconds",
+                    "wait_seconds",
+                    "message_slowdown",
+                )
                 if not is_number or value < 0 or (value == 0 and not may_be_zero):
                     raise ConfigError(f"a machine's {each.name}={value!r} must be a number above 0")
 
@@ -105,6 +115,7 @@ class MachineTable:
             exchange_bytes_per_second=self.node_link_bytes,
             network_bytes_per_second=self.network_bytes,
             host_share=self.host_share,
+            wait_seconds=self.wait_seconds,
         )
 
     def rates_for(self, tokens: int) -> Machine:

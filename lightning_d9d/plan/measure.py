@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ _SOME_MESSAGES = 4
 _RATES = (
     *("memory_gib", "peak_flops", "linear_flops", "grouped_flops", "attention_forward_flops"),
     *("attention_backward_flops", "copy_bytes", "node_link_bytes", "network_bytes", "latency", "action_seconds"),
-    "host_share",
+    *("host_share", "wait_seconds", "message_slowdown"),
 )
 """The fields of a table that are rates; a table lists those that were not measured."""
 
@@ -192,8 +193,8 @@ def links(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = 
     """Measure messages of each kind, and one so small that its time is latency. Collective over the group.
 
     Returns:
-        By kind, the time and the bytes that a rank sends: "all_gather" in bytes, "reduce_scatter" and "all_reduce" in
-        float32, "all_to_all" with as much for each rank, and "small message".
+        The time and the bytes that a rank sends, by kind: "all_gather" and "all_to_all" of bytes, "reduce_scatter" and
+        "all_reduce" of float32, and "small message".
     """
     size = dist.get_world_size(group)
     own = torch.zeros(sizes.message_bytes // size, dtype=torch.uint8, device=device)
@@ -227,7 +228,7 @@ def beside(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None =
     source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     computed = {"products": lambda: x @ weight.T, "copies": lambda: target.copy_(source)}
-    messages = {
+    messages: dict[str, Callable[[], Any]] = {
         "gathers": lambda: dist.all_gather_into_tensor(whole, own, group=group, async_op=True),
         "scattered sums": lambda: dist.reduce_scatter_tensor(part, numbers, group=group, async_op=True),
     }
@@ -243,7 +244,7 @@ def beside(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None =
                 for _ in range(number):
                     action()
 
-            def together(message: Callable[[], dist.Work] = message, repeated: Callable[[], None] = repeated) -> None:
+            def together(message: Callable[[], Any] = message, repeated: Callable[[], None] = repeated) -> None:
                 works = [message() for _ in range(_SOME_MESSAGES)]
                 repeated()
                 for work in works:
@@ -301,6 +302,7 @@ def measure(
         values["latency"] = small.seconds / (2 * (size - 1))  # a sum goes round twice
         values["gpus_per_node"] = size // num_nodes
         slowed = beside(sizes, device, group)
+        values["message_slowdown"] = max(0.0, statistics.fmean(share for share, _ in slowed))
         rows += [*of_kinds.values(), *(replace(each, name=f"{each.name}: {share:.3f}") for share, each in slowed)]
     missing = tuple(each for each in _RATES if each not in values)
     source = f"measured by `lightning-d9d doctor --measure` with torch {torch.__version__}; not measured: {base.source}"

@@ -17,9 +17,9 @@ _MOST_RANKS = 32
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; }
-svg { width: 100%; height: auto; font-size: 12px; }
+svg { width: 100%; min-width: 640px; height: auto; font-size: 12px; }
 svg text { fill: currentColor; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin: 0.8em 0; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.1em 0.8em; text-align: right; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; }
@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     ranks, most = plan.ranks[:_MOST_RANKS], plan.machine.memory_bytes
     scale = (_WIDTH - _LEFT) / max(most, *(each.needed for each in ranks))
     height = len(ranks) * (_BAR + _GAP)
-    yield f'<svg viewBox="0 0 {_WIDTH} {height + 20}" role="img" aria-label="Memory of ranks">'
+    yield f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {height + 20}" role="img" aria-label="Memory of ranks">'
     for index, each in enumerate(ranks):
         x, y = float(_LEFT), index * (_BAR + _GAP)
         yield f'<text x="0" y="{y + 15}">rank {each.rank}, {gib(each.needed)} GiB</text>'
@@ -108,7 +108,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             x += width
     line = _LEFT + most * scale
     yield f'<line x1="{line:.1f}" x2="{line:.1f}" y1="0" y2="{height}" stroke="currentColor" stroke-dasharray="4 3"/>'
-    yield f'<text x="{line - 4:.1f}" y="{height + 14}" text-anchor="end">{most / GIB:.1f} GiB</text></svg>'
+    yield f'<text x="{line - 4:.1f}" y="{height + 14}" text-anchor="end">{most / GIB:.1f} GiB</text></svg></div>'
     yield _legend([*zip(PARTS.values(), _COLOURS, strict=True), ("allocator, CUDA and nccl", "#999")])
 
 
@@ -119,7 +119,8 @@ def _gantt(plan: Plan) -> Iterator[str]:
         return
     ranks, end = plan.model.mesh.pipeline_parallel, max(bar.start + bar.length for bar in drawn)
     scale, colours = (_WIDTH - _LEFT) / end, {kind: colour for kind, (colour, _) in KINDS.items()}
-    yield f'<svg viewBox="0 0 {_WIDTH} {ranks * (_BAR + _GAP)}" role="img" aria-label="Actions of ranks over time">'
+    height = ranks * (_BAR + _GAP)
+    yield f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Actions of ranks over time">'
     for rank in range(ranks):
         yield f'<text x="0" y="{rank * (_BAR + _GAP) + 15}">rank {rank}</text>'
     for bar in drawn:
@@ -129,6 +130,6 @@ def _gantt(plan: Plan) -> Iterator[str]:
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{bar.height * _BAR:.1f}" '
             f'fill="{colours[bar.kind]}" fill-opacity="{1 - 0.4 * bar.shade:.2f}"/>'
         )
-    yield "</svg>"
+    yield "</svg></div>"
     kinds = dict.fromkeys(bar.kind for bar in drawn)
     yield _legend((kind, colours[kind]) for kind in kinds)

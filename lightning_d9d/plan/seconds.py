@@ -1,31 +1,35 @@
 """The time of a step: computation, messages, and the part of messages that computation does not hide.
 
-[Note: time of a step] Layers take the seconds of `Machine.seconds`, times 1 plus `host_share`. A recomputed forward
-counts twice. Messages of tokens, and of tensor or context parallelism, are not hidden and count in full. Messages of
-weights and gradients run beside the computation, and slow it down by `_SLOWED` of their own time. If they take longer
-than the computation, the rest counts in full. The program of a pipeline is simulated with these seconds. The update
-reads and writes weights, gradients and states once, and the norm reads gradients once.
+[Note: time of a step] Layers take the seconds of `Machine.seconds`, times 1 plus `host_share`. That share is fitted to
+ten measured runs on one H100. A recomputed forward counts twice. Messages of tokens, and of tensor or context
+parallelism, are not hidden and count in full. A dispatch to experts of other ranks waits for the host, which reads how
+many tokens come. `wait_seconds` is the forward of `all_to_all` in docs/benchmarks/parallel.md, 3.47 ms, without 0.53 ms
+of messages and 0.6 ms of copies. Messages of weights and gradients run beside the computation, and slow it down by
+`message_slowdown` of their own time. Nothing is computed beside the first gathers, of the embedding and the first
+layer. The same is true of the last sums: that of the embedding, and that of the first layer if FSDP2 sums it. If
+messages take longer than the computation, the rest counts in full. The program of a pipeline is simulated with these
+seconds. The update moves the bytes of `updated_bytes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_d9d.memory.copies import copied_bytes, updated_bytes
+from lightning_d9d.memory.copies import updated_bytes
 from lightning_d9d.memory.layers import StageOfRank
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.row_costs import microbatch_costs
 from lightning_d9d.memory.spread import Share
-from lightning_d9d.memory.traffic import Sent
+from lightning_d9d.memory.traffic import Sent, of_weights
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.schedule import Costs, simulate
 from lightning_d9d.schedule.simulate import Simulation
 
-_SLOWED = 0.35
-"""The slowdown of computation beside messages, as a share of their time. It lies between those of `ep1` and `fsdp` in
-docs/benchmarks/parallel.md, 0.42 and 0.31: 10.3 and 7.4 % of their steps are exposed. Messages take 39 ms there by the
-table's rate of links, which is assumed."""
+_TORCH_UPDATE, _OWN_UPDATE = 0.7, 0.84
+"""The rate of an update as a share of a copy's. Torch's fused AdamW took 38.1 ms for 79.8 GB of *sparse full* on an
+H100, and the norm 4.7 ms for 10.0 GB. `StochasticAdamW` in eight bits took 12.6 ms for 31 GB of *sparse 64k*, and 17.2
+ms for 44.8 GB of *experts in eight bits*."""
 _BESIDE = ("weights", "gradients")
 
 
@@ -88,7 +92,8 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
     )
     simulation = simulate(model.schedule.program(pp, model.num_microbatches), costs)
     busy = max(range(pp), key=lambda rank: simulation.compute_time[rank])
-    beside = sum(_seconds(each, machine) for each in sent[busy] if each.what in _BESIDE)
+    alone = _alone(model, model.stages(busy, spread), machine)
+    beside = sum(_seconds(each, machine) for each in sent[busy] if each.what in _BESIDE) - alone
     stages_of = model.schedule.stages_of(busy, pp)
     messages = model.num_microbatches * sum(known[index].messages for index in stages_of)
     compute = simulation.compute_time[busy] - messages
@@ -96,10 +101,9 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         compute=compute,
         recompute=model.num_microbatches * sum(known[index].again for index in stages_of),
         messages=messages,
-        sums=_SLOWED * beside + max(0.0, beside - compute),
+        sums=alone + machine.message_slowdown * beside + max(0.0, beside - compute),
         bubble=simulation.step_time - simulation.compute_time[busy],
-        update=updated_bytes(model, max((model.held(rank) for rank in (0, pp - 1)), key=_elements), clips=clips)
-        / machine.copy_bytes,
+        update=_update(model, max((model.held(rank) for rank in (0, pp - 1)), key=_elements), machine, clips=clips),
     )
     return Timed(
         seconds=seconds, simulation=simulation, bubble_ratio=simulation.bubble_ratio, links=_links(sent, machine)
@@ -119,14 +123,25 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stag
     rates = machine.rates_for(model.tokens)
     costs = [microbatch_costs(model, each, is_head=each is stage.after) for each in stage.parts]
     seconds = [rates.seconds(each, 1) for each in costs]
-    copies = sum(copied_bytes(model, each.shares) for each in stage.parts) / model.num_microbatches
     return _Stage(
         forward=sum(each.forward for each in seconds) + rates.action_seconds,
         backward_input=sum(each.backward_input for each in seconds) + rates.action_seconds,
-        backward_weight=sum(each.backward_weight for each in seconds) + copies / machine.copy_bytes,
+        backward_weight=sum(each.backward_weight for each in seconds),
         messages=sum(rates.message_seconds(each, 1) for each in costs),
         again=sum(rates.again(each, 1) for each in costs),
     )
+
+
+def _alone(model: RankModel, stages: Mapping[int, StageOfRank], machine: MachineTable) -> float:
+    """Return the seconds of the first gathers and the last sums of a step, which nothing is computed beside."""
+    found = 0.0
+    for stage in stages.values():
+        ends = [*stage.parts[:2]] if stage.before is not None else []
+        for index, part in enumerate(ends):
+            for each in of_weights(model, (share for share in part.shares if index == 0 or share.is_unit)):
+                if each.num_ranks > 1:
+                    found += _seconds(each, machine) / (each.num_messages if each.what == "weights" else 1)
+    return found
 
 
 def _seconds(sent: Sent, machine: MachineTable) -> float:
@@ -147,6 +162,11 @@ def _transfer(model: RankModel, machine: MachineTable) -> float:
         return 0.0
     rate = machine.rates.link(model.mesh.world_size // pp + 1)
     return model.costs.layers[0].output_bytes * model.share_of_row / (rate / 2)
+
+
+def _update(model: RankModel, held: Sequence[Share], machine: MachineTable, *, clips: bool) -> float:
+    share = _TORCH_UPDATE if model.casts_gradients else _OWN_UPDATE
+    return updated_bytes(model, held, clips=clips) / (share * machine.copy_bytes)
 
 
 def _elements(held: Sequence[Share]) -> int:

@@ -2,9 +2,9 @@
 
 [Note: time of a layer] Matrix products run at `flops_per_second`. With few rows they run only as fast as their weights
 are read from memory. All other operations move bytes at `bytes_per_second`. A forward and an input backward read the
-weights of their products once a microbatch. A weight backward writes the gradients of all weights once. What is
-recomputed takes its forward's time once more. Messages in the midst of a layer take as long as their link, and a
-latency each.
+weights of their products once a microbatch. A weight backward writes the gradients of all weights once, and has the
+copies of weights and gradients. What is recomputed takes its forward's time once more. Messages in the midst of a layer
+take as long as their link, and a latency each.
 
 [Note: links of a node] Each rank has links to its node, and one to the network. A ring leaves a node once, so each of
 its ranks there sends a part of that. If all send to all, each sends its own part of what goes to other nodes.
@@ -48,6 +48,8 @@ class Messages(NamedTuple):
     """The number of consecutive ranks from the first to the last of them."""
     is_ring: bool = True
     """True if each sends to the next one alone; else to all others alike."""
+    waits: int = 0
+    """Times in a microbatch that the host waits for numbers of other ranks before it can launch what follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,8 @@ class LayerCosts:
     backward_weight_bytes: float = 0.0
     weight_bytes: float = 0.0
     """Bytes of the parameters, for any number of rows."""
+    copied_bytes: float = 0.0
+    """Bytes moved for any number of rows: copies of gathered weights and of gradients."""
     activation_bytes: float = 0.0
     """Bytes kept from forward to backward."""
     selective_bytes: float | None = None
@@ -207,6 +211,8 @@ class Machine:
     """Bytes per second that a rank sends to all others of its node."""
     network_bytes_per_second: float = 40e9
     """Bytes per second that a rank sends to other nodes; a network of 400 Gb/s for each, four fifths used."""
+    wait_seconds: float = 0.0
+    """Seconds from such a wait until the device is busy again."""
     host_share: float = 0.0
     """The share of their time that kernels take longer in a step than alone."""
     overlapped: float = 1.0
@@ -257,6 +263,7 @@ class Machine:
                 *self.spread_bytes(num_rows * each.row_bytes, each.num_ranks, each.span, is_ring=each.is_ring)
             )
             + each.number * self.link_latency
+            + each.waits * self.wait_seconds
             for each in layer.messages
         )
 
@@ -300,6 +307,7 @@ class Machine:
             self.attention_backward_flops_per_second,
         )
         gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights, 0.0, None)
+        gradients += layer.copied_bytes / self.bytes_per_second
         if layer.is_compiled:
             inputs, gradients = inputs + gradients, 0.0
         return LayerSeconds(forward, inputs, gradients, inputs + gradients)

@@ -79,7 +79,7 @@ def test_what_was_measured_on_two_gpus() -> None:
     """`fsdp` of the table of `parallel` in docs/reference/benchmarks.md: five layers, 8192 ids."""
     config = dataclasses.replace(SPARSE, num_hidden_layers=5, vocab_size=8192)
     found = planned(config, 4, 4096, mesh=MeshConfig(data_parallel_shard=2)).peak(0)
-    assert found.total / GIB == pytest.approx(24.27, rel=0.03)
+    assert found.total / GIB == pytest.approx(24.27, rel=0.05)
 
 
 def test_peak_of_nothing_is_what_lies_there() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_d9d import D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.errors import ScheduleError
+from lightning_d9d.memory import GPU_OVERHEAD
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.plan import machine_of, plan
@@ -38,7 +39,7 @@ def test_the_choice_has_the_time_of_its_plan(name: str) -> None:
     auto.choose = lambda *given, **options: chosen.append(original(*given, **options)) or chosen[-1]  # type: ignore[method-assign,func-returns-value]
     found = planned(name, auto)
     (choice,) = chosen
-    assert choice.peak_memory == max(each.peak.total for each in found.ranks)
+    assert choice.peak_memory == max(GPU_OVERHEAD.allocatable(each.needed) for each in found.ranks)
     assert choice.step_time == pytest.approx(found.timed.simulation.step_time, rel=0.01)
     assert found.model.rows * found.model.num_microbatches == ROWS
 

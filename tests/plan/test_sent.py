@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Sent(L.Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.bytes: Counter[str] = Counter()
+        self.bytes: defaultdict[str, float] = defaultdict(float)
         self.recorder: Recorder | None = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
