@@ -2,8 +2,8 @@
 
 [Note: life of a round] After the optimizer's step k `launch` begins the messages of the edge, one bucket at a time. Two
 replicas exchange their weights; three or more sum copies of them. Meanwhile the forward and the backward of step k + 1
-run on the unmixed weights. Then `finish` waits for the messages and mixes, and the optimizer applies the gradients to the
-mixed weights. Nothing changes the weights in between, so own values need not be kept, and can be sent without a copy.
+run on the unmixed weights. Then `finish` waits for the messages and mixes, and the optimizer applies the gradients to
+the mixed weights. Nothing changes the weights in between, so own values need not be kept, and are sent without a copy.
 
 [Note: copies stay equal] Ranks of one replica may hold copies of a parameter, at different places of their models. Sums
 of three or more numbers depend on their order, which may depend on the place in a message. So parameters with equal
