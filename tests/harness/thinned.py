@@ -81,6 +81,7 @@ THINNED = {
     "strategy/test_pipeline.py::test_four_ranks_of_stages_equal_plain_torch": ("1f1b",),
     "strategy/test_pipeline.py::test_a_batch_that_is_one_microbatch": ("interleaved_1f1b",),
     "strategy/test_files_of_pipelines.py::test_files_and_directories": ("1f1b",),
+    "strategy/test_files_of_pipelines.py::test_files_and_directories_of_shards": (),
     "strategy/test_sharded.py::test_the_same_mesh_goes_on_bit_for_bit": ("shard",),
     "strategy/test_sharded.py::test_another_mesh_goes_on_in_the_middle_of_an_epoch": ("hybrid-auto-tensor",),
     "strategy/test_tensor_and_context.py::test_narrow_numbers_are_near_wide_ones": ("tp-bf16-true", "cp-bf16-mixed"),
