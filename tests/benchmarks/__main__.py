@@ -53,7 +53,10 @@ SELECTIONS = {
     "step_in_backward": ("layers",),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
     "data": ("file_gib", "memory"),
-    "whole_model": ("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
+    "whole_model": (
+        *("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
+        *("accumulate", "deterministic", "folder"),
+    ),
     "plan_runs": ("gpus",),
     "replica_loss": ("steps", "rows", "rates"),
 }
@@ -122,6 +125,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="of `whole_model` and `replica_loss`: in a batch of a rank")
     parser.add_argument("--recompute", help="of `whole_model` and `fine_tune`, as `ParallelConfig.recompute`")
     parser.add_argument("--states", choices=("bfloat16", "uint8"), help="of `whole_model`: dtype of optimizer states")
+    parser.add_argument("--accumulate", type=int, help="of `whole_model`: batches of an optimizer step")
+    parser.add_argument(
+        "--deterministic", action="store_true", default=None, help="of `whole_model`: the same bits in each run"
+    )
+    parser.add_argument("--folder", type=Path, help="of `whole_model`: keeps its files, for a command that goes on")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):

@@ -32,8 +32,10 @@ def test_parts_decide_what_the_jobs_do() -> None:
     assert of_two["model"]["init_args"]["optimizer"]["init_args"]["state_dtype"] == "uint8"
     assert "checkpoint" not in of_two["trainer"]["strategy"]["init_args"]
     assert alone.judges
-    with pytest.raises(ValueError, match="unknown parts save; choose from disk, directory"):
-        cases("cuda", quick=False, parts=["save"])
+    with pytest.raises(ValueError, match="unknown parts load; choose from disk, directory"):
+        cases("cuda", quick=False, parts=["load"])
+    with pytest.raises(ValueError, match="needs train and save, or the --folder"):
+        cases("cuda", quick=False, parts=["resume"])
 
 
 def rows(difference: float) -> list[dict[str, Any]]:

@@ -11,6 +11,9 @@ end, and the learning rate is one of made-up weights. `--tokens`, `--rows`, `--r
 
 Disks are small, so files go when they are not needed any more: the weights when they are read, the checkpoint before
 the export. Without the part `directory` weights are drawn on the device, which takes seconds.
+
+`--folder` keeps the files, so that two commands can share the parts of a large model: the first with `save`, the second
+with `resume`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,8 @@ from tests.benchmarks.whole_model_job import report, rows_of, write_config, writ
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "qwen3_moe"
-PARTS = ("disk", "directory", "train", "resume", "export")
-"""In this order. `resume` makes `train` save, and `export` is at the end of the last job."""
+PARTS = ("disk", "directory", "train", "save", "resume", "export")
+"""In this order. `train` also saves with the part `save`, and `export` is at the end of the last job."""
 FIRST_STEPS = 5
 """Are left out of the median."""
 MOST_OF_FALL = 0.05
@@ -63,6 +66,11 @@ class ModelCase:
     """Of a batch of a GPU; None: as in the YAML, or fewer if they are longer."""
     recompute: str | None = None
     states: str | None = None
+    accumulate: int = 1
+    """Batches of an optimizer step. With more, gradients add up in float32."""
+    deterministic: bool = False
+    folder: Path | None = None
+    """Where files are kept; None: in a folder that is removed."""
     raw_bytes: int = _RAW_BYTES
     judges: bool = False
     conditions: Mapping[str, Any] = field(default_factory=dict)
@@ -85,13 +93,19 @@ def cases(
     rows: int | None = None,
     recompute: str | None = None,
     states: str | None = None,
+    accumulate: int | None = None,
+    deterministic: bool | None = None,
+    folder: Path | None = None,
 ) -> list[ModelCase]:
     """The 30b-a3b geometry with some of its layers, or all; on a CPU a tiny one."""
     if unknown := set(parts) - set(PARTS):
         raise ValueError(f"unknown parts {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     is_tiny = quick or device_type == "cpu"
     config = Qwen3MoeConfig.preset("tiny" if is_tiny else "30b-a3b")
-    given = {"tokens": tokens, "rows": rows, "recompute": recompute, "states": states}
+    if "resume" in parts and not folder and not {"train", "save"} <= set(parts):
+        raise ValueError("the part resume needs train and save, or the --folder of a command that had them")
+    given: dict[str, Any] = {"tokens": tokens, "rows": rows, "recompute": recompute, "states": states}
+    given |= {"accumulate": accumulate, "deterministic": deterministic, "folder": folder}
     case = ModelCase(
         name=f"{layers or config.num_hidden_layers} layers on {gpus} {'GPU' if gpus == 1 else 'GPUs'}",
         config=replace(
@@ -103,7 +117,8 @@ def cases(
         parts=tuple(parts),
         steps=steps,
         judges=not is_tiny and layers in (None, config.num_hidden_layers),
-        **({"tokens": 64, "raw_bytes": 2**24} if is_tiny else {}),
+        tokens=64 if is_tiny else 4096,
+        raw_bytes=2**24 if is_tiny else _RAW_BYTES,
     )
     return [replace(case, **{name: value for name, value in given.items() if value is not None})]
 
@@ -115,23 +130,26 @@ def run_case(case: ModelCase, device_type: str) -> dict[str, Any]:
         RuntimeError: A job failed or took too long.
     """
     print(f"\nwhole_model, {case.name}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="whole_model") as directory:
-        folder = Path(directory)
+    with ExitStack() as stack:
+        if case.folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whole_model")))
+        else:
+            folder = case.folder.resolve()
+            folder.mkdir(parents=True, exist_ok=True)
         if "disk" in case.parts:
             measure_disk(folder, case.raw_bytes)
         if "directory" in case.parts:
             with least_memory(folder, "directory"):
                 _in_process(write_weights, folder, case.config, device_type)
-        else:
+        elif not (folder / "base").exists():
             write_config(folder / "base", case.config)
         rows = case.rows or max(1, _yaml(case)["data"]["init_args"]["batch_size"] * 4096 // max(4096, case.tokens))
-        num_rows = case.steps * rows * case.num_processes
-        write_tokens(folder / "tokens", case.config.vocab_size, num_rows, case.tokens)
+        num_rows = case.steps * case.accumulate * rows * case.num_processes
         case = replace(case, rows=rows)
-        if "train" in case.parts or "resume" in case.parts:
-            _run_job(case, folder, device_type, "train")
-        if "resume" in case.parts:
-            _run_job(case, folder, device_type, "resume")
+        for part in ("train", "resume"):
+            if part in case.parts:
+                write_tokens(folder / "tokens", case.config.vocab_size, num_rows, case.tokens)
+                _run_job(case, folder, device_type, part)
         return {"case": case.name, "contenders": {}, **summary(case, rows_of(folder))}
 
 
@@ -233,6 +251,11 @@ def settings(case: ModelCase, folder: Path, device_type: str, part: str) -> dict
         model["pretrained"] = None
     data = {"files": str(folder / "tokens"), "sequence_length": case.tokens, "batch_size": case.rows}
     found["data"] = {"class_path": "TokenDataModule", "init_args": data | {"borders": False}}
+    if case.accumulate > 1:
+        trainer["accumulate_grad_batches"] = case.accumulate
+        trainer["strategy"]["init_args"].pop("grad_sync", None)
+    if case.deterministic:
+        trainer["deterministic"] = True
     if case.recompute is not None:
         trainer["strategy"]["init_args"]["parallel"]["recompute"] = case.recompute
     trainer |= {"accelerator": device_type, "default_root_dir": str(folder / "output"), "max_steps": case.steps}
@@ -242,7 +265,7 @@ def settings(case: ModelCase, folder: Path, device_type: str, part: str) -> dict
     is_last = part == "resume" or "resume" not in case.parts
     probe = {"folder": str(folder), "part": part, "keeps_checkpoints": part == "train"}
     trainer["callbacks"] = [{"class_path": "tests.benchmarks.whole_model_job.Probe", "init_args": probe}]
-    if "resume" in case.parts:
+    if {"save", "resume"} & set(case.parts):
         trainer["callbacks"].append(saves)
     else:
         trainer["enable_checkpointing"] = False
@@ -262,7 +285,7 @@ def summary(case: ModelCase, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
     trained = [row for step, row in steps["train"].items() if step > FIRST_STEPS and "kind" not in row]
     if trained:
         low, median, high = spread([row["seconds"] for row in trained])
-        tokens = case.tokens * (case.rows or 1)
+        tokens = case.tokens * (case.rows or 1) * case.accumulate
         found["tokens_per_s"] = {"median": tokens / median, "low": tokens / high, "high": tokens / low}
         least = LEAST_TOKENS_PER_S[case.num_processes]
         if case.judges:

@@ -110,6 +110,7 @@ class Probe(L.Callback):
         self._seconds: list[float] = []
         self._saves: list[threading.Thread] = []
         self._is_first = True
+        self._steps, self._is_in_step = 0, False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """The model is about to be built."""
@@ -132,12 +133,15 @@ class Probe(L.Callback):
                 for each in self._base.glob("*.safetensors"):
                     each.unlink()
         trainer.strategy.barrier()
-        self._step_begin = time.perf_counter()
+        self._steps, self._step_begin = trainer.global_step, time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A step is over; a checkpoint may follow."""
+        """A batch is over. If a step is, too, a checkpoint may follow."""
+        if trainer.global_step == self._steps:
+            return
+        self._steps, self._is_in_step = trainer.global_step, False
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         now, step = time.perf_counter(), trainer.global_step
@@ -160,7 +164,10 @@ class Probe(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """What is behind the last step is over: a checkpoint has been copied to the host."""
+        """The first batch of a step begins when a checkpoint of the last step has been copied to the host."""
+        if self._is_in_step:
+            return
+        self._is_in_step = True
         now, every = time.perf_counter(), getattr(trainer.checkpoint_callback, "_every_n_train_steps", 0)
         if self._is_first and self._seconds and every and trainer.global_step % every == 0:
             self._report("training stood still for a checkpoint", now - self._step_begin)
