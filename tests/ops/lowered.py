@@ -48,7 +48,7 @@ class NoGpu:
 
 def to_ir(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
     """Make Triton's IR of a kernel: this takes the place of `triton.compile`."""
-    backend = triton.compiler.make_backend(target)
+    backend: Any = triton.compiler.make_backend(target)
     parsed = backend.parse_options(dict(options))
     context = ir.context()
     ir.load_dialects(context)
@@ -69,7 +69,8 @@ def launch_as_compilation(compiler: Any) -> None:
     """Let each launch of a kernel compile it. Before kernels are imported."""
     assert not any(name.startswith("lightning_d9d.ops.kernels.") for name in sys.modules)
     knobs.runtime.interpret = False
-    driver.set_active(NoGpu())
+    no_gpu: Any = NoGpu()
+    driver.set_active(no_gpu)
     triton.compiler.compile = compiler  # where each kernel finds it when it is first launched
     kernel = import_module("lightning_d9d.ops.kernels.compiling").Kernel
     kernel.__getitem__ = lambda self, grid: lambda *args, **kwargs: self.run(*args, grid=(1,), warmup=True, **kwargs)
@@ -110,7 +111,8 @@ def run_others(dtype: torch.dtype, head_dims: Sequence[int], adapter_ranks: Sequ
     with using_kernels("triton"):
         documents, sinks = torch.zeros(1, TOKENS, dtype=torch.int64), torch.zeros(4, requires_grad=True)
         for head_dim in head_dims:
-            for options in ({}, {"documents": documents, "window": 7}, {"sinks": sinks}):
+            masks: list[dict[str, Any]] = [{}, {"documents": documents, "window": 7}, {"sinks": sinks}]
+            for options in masks:
                 q, k, v = (rows(1, heads, TOKENS, head_dim) for heads in (4, 2, 2))
                 ops.attention(q, k, v, kernel="triton", **options).sum().backward()
         for rank in adapter_ranks:
@@ -120,6 +122,7 @@ def run_others(dtype: torch.dtype, head_dims: Sequence[int], adapter_ranks: Sequ
             )
             b, a = rows(EXPERTS, 2 * WIDTH, rank), rows(EXPERTS, rank, WIDTH)
             inner, projected = ops.adapted_swiglu(gate_up, h, b, a, torch.ones(TOKENS), offsets=offsets, scale=0.5)
+            assert projected is not None
             down = ops.adapted_down(inner, weight[:, :WIDTH], projected, rows(EXPERTS, WIDTH, rank), offsets=offsets)
             down.sum().backward()
         direction = momentum_direction_(torch.ones(TOKENS), rows(TOKENS).detach(), 0.9, dtype)
