@@ -1,6 +1,7 @@
 """The tests that need no GPU: `python -m tests`, all of them. Arguments of pytest may follow.
 
 - `python -m tests quick` runs the tests that are quick, and ten of two ranks.
+- `python -m tests meshes` runs the rows of grids that the others leave out.
 - `python -m tests changed` runs the tests that the changes of this branch can break; `--base` is where it began, "main"
   if nothing is said.
 
@@ -149,6 +150,12 @@ def quick(arguments: list[str]) -> int:
     return status
 
 
+def meshes(arguments: list[str]) -> int:
+    """Run the rows of grids that the others leave out, in one process. Return the exit status."""
+    make_imports()
+    return exit_code(start([*arguments, "-m", "meshes and not gpu"]))
+
+
 def changed(arguments: list[str]) -> int:
     """Run the tests that changes since `--base` can break. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests changed")
@@ -165,6 +172,8 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["quick", *others]:
             return quick(others)
+        case ["meshes", *others]:
+            return meshes(others)
         case ["changed", *others]:
             return changed(others)
     return everything(arguments)

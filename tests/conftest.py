@@ -29,7 +29,7 @@ if "LIGHTNING_D9D_CACHE" not in os.environ:  # else the folder of the process th
             shutil.rmtree(folder, ignore_errors=True)
 
 
-pytest_plugins = ["tests.harness.plugin", "tests.harness.quick"]
+pytest_plugins = ["tests.harness.plugin", "tests.harness.thinned", "tests.harness.quick"]
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

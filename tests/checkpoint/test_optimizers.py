@@ -152,7 +152,7 @@ def on_mesh(config: MeshConfig, device: torch.device) -> Network:
 @pytest.mark.parametrize(
     ("name", "meshes"),
     [
-        ("amsgrad", ("hsdp", "fsdp and tensor", "replicated")),
+        ("amsgrad", ("hsdp", "fsdp and tensor")),
         ("momentum", ("fsdp and tensor", "replicated")),
         ("adagrad", ("fsdp", "replicated")),
     ],

@@ -88,14 +88,14 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
 def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
-    """Ranks of torchrun make their imports; those of Lightning are forks, as `test_shutdown.py` has some that do."""
+    """Ranks are forks, with their imports made; `test_shutdown.py` has some that make their own."""
     variables = {"QUICKSTART_OUTPUT": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     if launcher == "torchrun":
         module, arguments = "torch.distributed.run", ("--standalone", "--nproc-per-node", "2", "-m", *FIT, *SHORT)
     else:
         module, arguments = FIT[0], (*FIT[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
-    how = {"module": module, "seconds": TIMEOUT_SECONDS, "forks": launcher == "lightning"}
-    result = run_command(*arguments, folder=tmp_path, variables=variables, **how)
+    how = {"folder": tmp_path, "variables": variables, "module": module, "seconds": TIMEOUT_SECONDS}
+    result = run_command(*arguments, **how, forks=True)
     assert result.returncode == 0, result.stderr
     assert "All distributed processes registered. Starting with 2 processes" in result.stderr
     assert "max_steps=4` reached" in result.stderr

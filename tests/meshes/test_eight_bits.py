@@ -38,6 +38,8 @@ STEPS, SAVED_AFTER = 10, 4
 MESHES: dict[str, MeshConfig] = {
     "tp2": MeshConfig(tensor_parallel=2),
     "pp2": MeshConfig(pipeline_parallel=2),
+    "shard2": MeshConfig(data_parallel_shard=2),
+    "rep2-ep2": MeshConfig(data_parallel_replicate=2, expert_parallel=2),
     "shard4": MeshConfig(data_parallel_shard=4),
     "rep2-shard2": MeshConfig(data_parallel_replicate=2, data_parallel_shard=2),
     "rep4-ep4": MeshConfig(data_parallel_replicate=4, expert_parallel=4),
@@ -47,6 +49,7 @@ MESHES: dict[str, MeshConfig] = {
 ROUTES = [
     ("tp2",),
     ("pp2",),
+    ("shard2", "rep2-ep2"),
     ("shard4", "rep4-ep4"),
     ("rep2-shard2", "shard4", "shard2-tp2"),
     ("rep4-ep4", "pp2-shard2-ep2", "rep2-shard2"),
@@ -142,7 +145,7 @@ def routes() -> list[Any]:
         pytest.param(
             route,
             id="->".join(route),
-            marks=[pytest.mark.ranks(2 if len(route) == 1 else 4), *([] if route in FAST else [pytest.mark.meshes])],
+            marks=[pytest.mark.ranks(MESHES[route[0]].world_size), *([] if route in FAST else [pytest.mark.meshes])],
         )
         for route in ROUTES
     ]

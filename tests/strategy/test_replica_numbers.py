@@ -14,7 +14,7 @@ from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.mixing.rounds import Rounds
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.harness.ranks import RankContext
-from tests.meshes.equality import CONFIG, optimizer_of, whole
+from tests.meshes.equality import SMALL, optimizer_of, whole
 from tests.strategy.mixed import mixed_training
 from tests.strategy.plain import trainer
 from tests.strategy.staged import IGNORED
@@ -55,7 +55,7 @@ class Watches(L.Callback):
 
 def fit(rank: RankContext, sync: str, num_replicas: int, watches: Watches, **options: Any) -> Grouped:
     mesh = MeshConfig(data_parallel_replicate=num_replicas, data_parallel_shard=rank.world_size // num_replicas)
-    module = Grouped(CONFIG, STEPS)
+    module = Grouped(SMALL, STEPS)
     strategy = D9DStrategy(mesh=mesh, replicate_sync=sync)
     defaults: dict[str, Any] = {"precision": "64-true", "max_epochs": 1, "use_distributed_sampler": False}
     run = trainer(strategy, rank.world_size, callbacks=[watches], gradient_clip_val=1e9, **defaults)
@@ -87,7 +87,7 @@ def test_training_goes_on_from_the_mean(rank: RankContext, before: int, after: i
             mean = mean_of([each.states[name][key] for each in of_ranks]).to(state.dtype)
             torch.testing.assert_close(state, mean, atol=1e-12, rtol=0)
 
-    alone = Qwen3MoePretraining(CONFIG)
+    alone = Qwen3MoePretraining(SMALL)
     torch.set_default_dtype(torch.float64)
     try:
         alone.configure_model()

@@ -55,6 +55,7 @@ SHARD2 = {"data_parallel_shard": 2}
 TP2 = {"tensor_parallel": 2}
 TP4 = {"tensor_parallel": 4}
 CP2 = {"context_parallel_shard": 2}
+FOUR_RANKS = [pytest.mark.ranks(4), pytest.mark.meshes]
 SEED = 1
 QUIET: dict[str, Any] = {"use_distributed_sampler": False, "precision": "64-true", "gradient_clip_val": 0.5}
 
@@ -84,13 +85,11 @@ def expected_of(length: int, packed: bool) -> tuple[Steps, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "length", "packed", "schedule"),
     [
-        pytest.param(*(TP2, 7, True, "1f1b"), marks=[pytest.mark.ranks(2), pytest.mark.meshes], id="tp padded, packed"),
-        pytest.param(CP2, 6, False, "1f1b", marks=[pytest.mark.ranks(2), pytest.mark.meshes], id="cp padded"),
-        pytest.param(
-            *(PP2 | TP2, 7, False, "zero_bubble"), marks=[pytest.mark.ranks(4), pytest.mark.meshes], id="pp, tp padded"
-        ),
-        pytest.param(PP2 | CP2, 8, True, "1f1b", marks=pytest.mark.ranks(4), id="pp, cp packed"),
-        pytest.param(TP2 | CP2, 6, True, "1f1b", marks=pytest.mark.ranks(4), id="tp, cp padded, packed"),
+        pytest.param(TP2, 7, True, "1f1b", marks=pytest.mark.ranks(2), id="tp padded, packed"),
+        pytest.param(CP2, 6, True, "1f1b", marks=pytest.mark.ranks(2), id="cp padded, packed"),
+        pytest.param(PP2 | TP2, 7, False, "zero_bubble", marks=FOUR_RANKS, id="pp, tp padded"),
+        pytest.param(PP2 | CP2, 8, True, "1f1b", marks=FOUR_RANKS, id="pp, cp packed"),
+        pytest.param(TP2 | CP2, 6, True, "1f1b", marks=FOUR_RANKS, id="tp, cp padded, packed"),
     ],
 )
 def test_all_loops_give_what_one_process_does(
@@ -170,17 +169,17 @@ def test_a_module_that_was_built_whole_is_spread(rank: RankContext, mesh: dict[s
     assert_tensors_close(module.seen.weights[0], expected.weights[0])
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("config", "meshes"),
     [
         pytest.param(
             *(SMALL, [SHARD2 | TP2, SHARD2 | CP2, TP2 | CP2, {"data_parallel_shard": 4}]),
-            marks=pytest.mark.meshes,
+            marks=FOUR_RANKS,
             id="every mesh",
         ),
-        pytest.param(SMALL, [SHARD2 | TP2, TP2 | CP2], marks=pytest.mark.meshes, id="2 heads"),
-        pytest.param(SHARED_HEADS, [SHARD2 | TP2, TP2 | CP2, TP4], id="1 head"),
+        pytest.param(SMALL, [SHARD2 | TP2, TP2 | CP2], marks=FOUR_RANKS, id="2 heads"),
+        pytest.param(SHARED_HEADS, [SHARD2 | TP2, TP2 | CP2, TP4], marks=FOUR_RANKS, id="1 head"),
+        pytest.param(SHARED_HEADS, [SHARD2, TP2, CP2], marks=pytest.mark.ranks(2), id="1 head, two ranks"),
     ],
 )
 def test_checkpoints_go_from_mesh_to_mesh(
@@ -195,7 +194,7 @@ def test_checkpoints_go_from_mesh_to_mesh(
         L.seed_everything(SEED + step, verbose=False)
         module = Watched(config, len(meshes), data=Data(8))
         options = {**QUIET, "max_steps": step + 1, "enable_checkpointing": True, "callbacks": [saving]}
-        run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 4, rank.device.type, **options)
+        run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), rank.world_size, rank.device.type, **options)
         run.fit(module, ckpt_path=path)
         path = saving.best_model_path
         (loss,), (weights,) = module.seen.losses, module.seen.weights
@@ -381,23 +380,33 @@ class Breaks(Watched):
         return WeightedLoss(loss.value_sum * self.factor, loss.weight)
 
 
-OPTIONS: dict[str, tuple[type[Watched], list[dict[str, int]], dict[str, Any], dict[str, Any]]] = {
+OPTIONS: dict[str, tuple[type[Watched], dict[str, Any], dict[str, Any]]] = {
     "accumulated, clipped by value": (
         Watched,
-        [CP2 | TP2],
         {"accumulate_grad_batches": 2, "gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
         {"microbatch_size": 2},
     ),
-    "frozen, from the host": (Watched, [SHARD2 | TP2], {"max_epochs": 2}, {"parallel": ParallelConfig(offload=True)}),
-    "left out": (Breaks, [SHARD2 | TP2, CP2 | TP2], {}, {"skip_nonfinite": True}),
+    "frozen": (Watched, {"max_epochs": 2}, {}),
+    "frozen, from the host": (Watched, {"max_epochs": 2}, {"parallel": ParallelConfig(offload=True)}),
+    "left out": (Breaks, {}, {"skip_nonfinite": True}),
 }
-NUM_STEPS = dict(zip(OPTIONS, (1, 4, 2), strict=True))
+NUM_STEPS = dict(zip(OPTIONS, (1, 4, 4, 2), strict=True))
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, case: str) -> None:
-    cls, meshes, of_trainer, of_strategy = OPTIONS[case]
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        pytest.param("accumulated, clipped by value", CP2, marks=pytest.mark.ranks(2), id="accumulated, cp"),
+        pytest.param("frozen", TP2, marks=pytest.mark.ranks(2), id="frozen, tp"),
+        pytest.param("left out", TP2, marks=pytest.mark.ranks(2), id="left out, tp"),
+        pytest.param("accumulated, clipped by value", CP2 | TP2, marks=FOUR_RANKS, id="accumulated, cp, tp"),
+        pytest.param("frozen, from the host", SHARD2 | TP2, marks=FOUR_RANKS, id="frozen, shard, tp"),
+        pytest.param("left out", SHARD2 | TP2, marks=FOUR_RANKS, id="left out, shard, tp"),
+        pytest.param("left out", CP2 | TP2, marks=FOUR_RANKS, id="left out, cp, tp"),
+    ],
+)
+def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, case: str, mesh: dict[str, int]) -> None:
+    cls, of_trainer, of_strategy = OPTIONS[case]
 
     def fit(mesh: dict[str, int], **of_strategy: Any) -> tuple[Steps, int]:
         L.seed_everything(SEED, verbose=False)
@@ -405,20 +414,20 @@ def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, c
         strategy = D9DStrategy(mesh=MeshConfig(**mesh), **of_strategy)
         options = {**QUIET, "max_epochs": 1, **of_trainer}
         callbacks = [FreezesLayer()] if "frozen" in case else []
-        trainer(strategy, 4, rank.device.type, callbacks=callbacks, **options).fit(module)
+        trainer(strategy, rank.world_size, rank.device.type, callbacks=callbacks, **options).fit(module)
         return module.seen, strategy.num_skipped_steps
 
-    expected, num_skipped = fit({"data_parallel_replicate": 4}, skip_nonfinite="skip_nonfinite" in of_strategy)
-    for mesh in meshes:
-        actual, num_skipped_here = fit(mesh, **of_strategy)
-        assert num_skipped_here == num_skipped == (cls is Breaks)
-        assert len(actual.weights) == len(expected.weights) == NUM_STEPS[case]
-        for step, weights in enumerate(actual.weights):
-            assert_tensors_close(weights, expected.weights[step])
-            if cls is not Breaks or step == 0:
-                trained = {name: g for name, g in actual.gradients[step].items() if g.any()}
-                theirs = {name: g for name, g in expected.gradients[step].items() if g.any()}
-                assert_tensors_close(trained, theirs)
+    replicas = {"data_parallel_replicate": rank.world_size}
+    expected, num_skipped = fit(replicas, skip_nonfinite="skip_nonfinite" in of_strategy)
+    actual, num_skipped_here = fit(mesh, **of_strategy)
+    assert num_skipped_here == num_skipped == (cls is Breaks)
+    assert len(actual.weights) == len(expected.weights) == NUM_STEPS[case]
+    for step, weights in enumerate(actual.weights):
+        assert_tensors_close(weights, expected.weights[step])
+        if cls is not Breaks or step == 0:
+            trained = {name: g for name, g in actual.gradients[step].items() if g.any()}
+            theirs = {name: g for name, g in expected.gradients[step].items() if g.any()}
+            assert_tensors_close(trained, theirs)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -426,7 +435,7 @@ def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, c
     "mesh",
     [
         pytest.param(TP2, marks=pytest.mark.ranks(2), id="tp"),
-        pytest.param(SHARD2 | TP2, marks=[pytest.mark.ranks(4), pytest.mark.meshes], id="shard, tp"),
+        pytest.param(SHARD2 | TP2, marks=FOUR_RANKS, id="shard, tp"),
         pytest.param(CP2, marks=pytest.mark.ranks(2), id="cp"),
     ],
 )
@@ -500,13 +509,13 @@ def own_model(without_attention: bool = False, mean: bool = False) -> Any:
     return Recorded()
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("mesh", "without_attention", "mean"),
     [
-        pytest.param(PP2 | TP2, True, False, id="pp, tp"),
-        pytest.param(TP2 | CP2, False, True, id="tp, cp, mean"),
-        pytest.param(SHARD2 | TP2, False, False, marks=pytest.mark.meshes, id="shard, tp"),
+        pytest.param(PP2 | TP2, True, False, marks=pytest.mark.ranks(4), id="pp, tp"),
+        pytest.param(CP2, False, True, marks=pytest.mark.ranks(2), id="cp, mean"),
+        pytest.param(TP2 | CP2, False, True, marks=FOUR_RANKS, id="tp, cp, mean"),
+        pytest.param(SHARD2 | TP2, False, False, marks=FOUR_RANKS, id="shard, tp"),
     ],
 )
 def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_attention: bool, mean: bool) -> None:
@@ -534,7 +543,7 @@ def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_at
     data: Any = DataLoader([mine], None)  # type: ignore[arg-type]
     L.seed_everything(SEED, verbose=False)
     module = own_model(without_attention, mean)
-    run = trainer(strategy, 4, rank.device.type, max_epochs=2, **{**QUIET, "gradient_clip_val": None})
+    run = trainer(strategy, rank.world_size, rank.device.type, max_epochs=2, **{**QUIET, "gradient_clip_val": None})
     run.fit(module, data)
     for ours, theirs in zip(module.losses, expected, strict=True):
         assert_close_named("loss", ours, theirs, kind=Kind.LOSS)

@@ -1,0 +1,193 @@
+"""Compiles every Triton kernel as a GPU would, without one: `python -m tests.ops.lowered`, to Triton's IR.
+
+What Triton refuses in a kernel, its interpreter may accept. Ops run here on tensors of the CPU, and each launch is a
+compilation for an H100 with the types and constants of its arguments, which launches nothing. `--all` has more types
+and sizes, and compiles to binaries, which takes minutes. The output ends with the kernels that no call reached.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+HOPPER = GPUTarget("cuda", 90, 32)
+RANKS, EXPERTS, TOP_K, TOKENS, WIDTH, ADAPTER_RANK = 2, 4, 2, 24, 64, 8
+_lowered: Counter[str] = Counter()
+"""How often each kernel was compiled, by its whole name."""
+
+
+class NoGpu:
+    """A driver whose only device is one to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what to compile for."""
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        """Return the number of the device."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return what launches would wait for."""
+        return 0
+
+
+def to_ir(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
+    """Make Triton's IR of a kernel: this takes the place of `triton.compile`."""
+    backend: Any = triton.compiler.make_backend(target)
+    parsed = backend.parse_options(dict(options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(parsed)
+    module = source.make_ir(target, parsed, codegen, backend.get_module_map(), context)
+    assert module.verify(), source.name
+    _lowered[f"{source.fn.module}.{source.name}"] += 1
+
+
+def to_binary(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
+    """Compile a kernel to what a GPU runs."""
+    triton.compile(source, target=target, options=options)
+    _lowered[f"{source.fn.module}.{source.name}"] += 1
+
+
+def launch_as_compilation(compiler: Any) -> None:
+    """Let each launch of a kernel compile it. Before kernels are imported."""
+    assert not any(name.startswith("lightning_d9d.ops.kernels.") for name in sys.modules)
+    knobs.runtime.interpret = False
+    no_gpu: Any = NoGpu()
+    driver.set_active(no_gpu)
+    triton.compiler.compile = compiler  # where each kernel finds it when it is first launched
+    kernel = import_module("lightning_d9d.ops.kernels.compiling").Kernel
+    kernel.__getitem__ = lambda self, grid: lambda *args, **kwargs: self.run(*args, grid=(1,), warmup=True, **kwargs)
+
+
+def kernels() -> set[str]:
+    """Return the whole names of all kernels that the host launches."""
+    package = import_module("lightning_d9d.ops.kernels")
+    modules = [import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)]
+    kind = import_module("lightning_d9d.ops.kernels.compiling").Kernel
+    return {
+        f"{value.module}.{value.__name__}"
+        for module in modules
+        for value in vars(module).values()
+        if type(value) is kind
+    }
+
+
+def run_ops(dtype: torch.dtype) -> None:
+    """Call the ops that have benchmarks."""
+    from tests.benchmarks.op_cases import op_cases
+    from tests.ops.sanitized import ODD, run
+
+    for case in op_cases(replace(ODD, dtype=dtype)):
+        run(case, torch.device("cpu"))
+
+
+def run_others(dtype: torch.dtype, head_dims: Sequence[int], adapter_ranks: Sequence[int]) -> None:
+    """Call the ops and kernels that have none, or other variants of them."""
+    from lightning_d9d import ops
+    from lightning_d9d.ops.backend import using_kernels
+    from lightning_d9d.ops.momentum import descend_, momentum_direction_
+
+    def rows(*shape: int) -> Tensor:
+        return torch.ones(*shape, dtype=dtype, requires_grad=True)
+
+    offsets = torch.full((EXPERTS,), TOKENS, dtype=torch.int32)
+    with using_kernels("triton"):
+        documents, sinks = torch.zeros(1, TOKENS, dtype=torch.int64), torch.zeros(4, requires_grad=True)
+        for head_dim in head_dims:
+            masks: list[dict[str, Any]] = [{}, {"documents": documents, "window": 7}, {"sinks": sinks}]
+            for options in masks:
+                q, k, v = (rows(1, heads, TOKENS, head_dim) for heads in (4, 2, 2))
+                ops.attention(q, k, v, kernel="triton", **options).sum().backward()
+        for rank in adapter_ranks:
+            weight = rows(EXPERTS, 2 * WIDTH, WIDTH).detach()
+            gate_up, h = ops.adapted_gate_up(
+                rows(TOKENS, WIDTH), weight, rows(EXPERTS, 2 * rank, WIDTH), offsets=offsets, scale=0.5
+            )
+            b, a = rows(EXPERTS, 2 * WIDTH, rank), rows(EXPERTS, rank, WIDTH)
+            inner, projected = ops.adapted_swiglu(gate_up, h, b, a, torch.ones(TOKENS), offsets=offsets, scale=0.5)
+            assert projected is not None
+            down = ops.adapted_down(inner, weight[:, :WIDTH], projected, rows(EXPERTS, WIDTH, rank), offsets=offsets)
+            down.sum().backward()
+        direction = momentum_direction_(torch.ones(TOKENS), rows(TOKENS).detach(), 0.9, dtype)
+        descend_(torch.ones(TOKENS, dtype=torch.bfloat16), direction, 0.9, 0.1, 1)
+    run_thin_products(dtype)
+    run_moves(dtype)
+
+
+def run_thin_products(dtype: torch.dtype) -> None:
+    """Call the products with thin matrices."""
+    from lightning_d9d.ops.kernels import thin_products as thin
+
+    x, h = torch.ones(TOKENS, WIDTH, dtype=dtype), torch.ones(TOKENS * TOP_K, ADAPTER_RANK, dtype=dtype)
+    matrices = torch.ones(EXPERTS, ADAPTER_RANK, WIDTH, dtype=dtype)
+    offsets, sources = torch.full((EXPERTS,), len(h), dtype=torch.int32), torch.zeros(len(h), dtype=torch.int32)
+    columns = torch.ones(TOKENS, EXPERTS * ADAPTER_RANK, dtype=dtype)
+    for places in (sources, None):
+        thin.project(x, matrices, offsets, places, 0.5, h)
+        thin.gradient(h, x, offsets, places, 0.5, matrices)
+    thin.accumulate(torch.ones(len(h), WIDTH, dtype=dtype), h, matrices, offsets, 0.5)
+    thin.pick(columns, offsets, sources, 0.5, h)
+    thin.spread(h, offsets, sources, columns)
+
+
+def run_moves(dtype: torch.dtype) -> None:
+    """Call what moves rows of tokens: on a rank, and between ranks that write into each other's memory."""
+    from lightning_d9d.ops.kernels import linear_cross_entropy, moe_permute, peer_exchange
+    from lightning_d9d.ops.peer_memory import PeerLayout, PeerMemory
+
+    x, copies = torch.ones(TOKENS, WIDTH, dtype=dtype), torch.ones(TOKENS * TOP_K, WIDTH, dtype=dtype)
+    places, weights = torch.zeros(TOKENS, TOP_K, dtype=torch.int32), torch.ones(TOKENS, TOP_K)
+    counts, offsets = torch.zeros(2, EXPERTS, dtype=torch.int32)
+    linear_cross_entropy.scale_in_place(x, torch.ones(()))
+    moe_permute.fill_sources(places, torch.zeros(len(copies), dtype=torch.int32))
+    moe_permute.clear_padding(counts, offsets, copies)
+    moe_permute.dot_rows(x, copies, places, weights)
+
+    layout = PeerLayout(RANKS, EXPERTS // RANKS, TOKENS, WIDTH * dtype.itemsize, TOP_K)
+    memory = PeerMemory([torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(RANKS)], 0, layout)
+    plan, ranks, experts = (torch.zeros(each, TOP_K, dtype=torch.int32) for each in (4 * RANKS, TOKENS, TOKENS))
+    peer_exchange.share_counts(memory, torch.zeros(RANKS, dtype=torch.int32), plan)
+    peer_exchange.meet(memory)
+    peer_exchange.take_notes(memory, plan, 0, weights, experts)
+    peer_exchange.limit_places(memory, experts, places, offsets, len(copies))
+    for noted in (True, False):
+        own = weights if noted else None
+        peer_exchange.push(memory, x, places, ranks, plan, own, experts if noted else None)
+        peer_exchange.take(memory, plan, places, copies, own, torch.ones(len(copies)) if noted else None)
+        peer_exchange.push_sums(memory, copies, places, plan, own)
+        peer_exchange.take_sums(memory, places, ranks, x, own)
+
+
+def main() -> int:
+    """Compile all; return whether a kernel was not reached."""
+    parser = ArgumentParser()
+    parser.add_argument("--all", action="store_true")
+    takes_all = parser.parse_args().all
+    launch_as_compilation(to_binary if takes_all else to_ir)
+    for dtype in (torch.bfloat16, torch.float32) if takes_all else (torch.bfloat16,):
+        run_ops(dtype)
+        run_others(dtype, *([(16, 64, 128), (1, ADAPTER_RANK, 64)] if takes_all else [(64,), (ADAPTER_RANK,)]))
+    missing = sorted(kernels() - set(_lowered))
+    print(f"{len(_lowered)} kernels, {_lowered.total()} times", *[f"not reached: {name}" for name in missing], sep="\n")
+    return len(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
