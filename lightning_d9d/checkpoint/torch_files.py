@@ -180,7 +180,7 @@ def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tu
 
 
 def _given(made: Made) -> Iterator[int]:
-    """Count the values that are given to a call, or later to its result: the call may copy them.
+    """Count the values in the arguments of a call, or in the state of its result, which the call may copy.
 
     Each value takes at least a byte in a pickle that gives no value twice.
     """

@@ -197,7 +197,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
 
 def spread(place: int, size: int) -> int:
-    """Return a number below `size` for each place: neighbours get distant numbers, and `size` places get all.
+    """Return a number below `size` for a place. Neighbouring places get distant numbers, and all are used once.
 
     Steps are about the golden section of the size, as in a Kronecker sequence.
     """
