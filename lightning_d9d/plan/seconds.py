@@ -34,8 +34,8 @@ _BESIDE = ("weights", "gradients")
 _HOST_SECONDS, _HOST_SECONDS_AGAIN = 0.008, 0.015
 """The host's time for a block with experts and a microbatch, forward and backward, without and with recomputation.
 
-On a machine with one H200 it was 7.8 to 9.6 ms with `"none"`, 14.7 to 18.5 ms with `"full"`, and 14.6 to 22.9 ms with
-`"selective"`. It does not depend on the number of tokens."""
+On a machine with one H200 it was 7.8 to 9.6 ms without. It was 14.7 to 18.5 ms with "full", and 14.6 to 22.9 ms with
+"selective". It does not depend on the number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
