@@ -189,6 +189,10 @@ class ReplicaMixing:
     bucket_mb: float = 32.0
     """Size of a message in MiB."""
 
+    peer_copies: bool | None = None
+    """Whether pairs of replicas on one host copy weights straight into each other's memory. None: between GPUs that can,
+    where copies take no multiprocessor from the computation. False: never. True: also on the CPU, for tests."""
+
     def __post_init__(self) -> None:
         topology_of(self.topology)
         if not 0 < self.adaptive <= 1:
