@@ -9,9 +9,9 @@ two ranks, which both count. Nothing is overwritten before it is mixed, however 
 next partner so only after it has mixed what came before, in the order of its stream. The partner copies only after it
 has heard the number of this exchange. So at any time at most one partner copies, and not before the buffer is free.
 
-[Note: late] A wait has a time limit. After it a mark is set, and the host raises an error when it next looks. On CUDA the
-stream goes on until then, and what it mixes is invalid. It tells nobody anything any more. So the partner's wait ends
-late as well, and weights are not saved or shown by any rank: before that the host waits, and looks.
+[Note: late] A wait has a time limit. After it a mark is set, and the host raises an error when it next looks. On CUDA
+the stream goes on until then, and what it mixes is invalid. It writes no word any more, so the partner's wait ends late
+as well. Neither rank saves or shows such weights: before that the host waits for the stream, and looks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Pushes:
         """Give the flat buffers memory that partners can write to. Collective over the group; the host waits.
 
         Args:
-            flats: Buffers of one device, equal on all ranks, in the dtype of their tensors. If there are none, nothing is
+            flats: Buffers of one device, equal on all ranks, in the dtype of their tensors. Without any, no replica is
                 reached.
         """
         assert self._partner is None
@@ -194,7 +194,7 @@ def reachable(mesh: MeshDomains, device: torch.device) -> Pushes | None:
         device: The device of the weights.
 
     Returns:
-        None where there is no such replica; it is the same on all ranks that could exchange weights.
+        None without such replicas, on all ranks that would exchange weights with each other.
     """
     hosts: dict[int, list[str]] = defaultdict(list)
     for replica, _, host in sorted(Ranks().all_gather((mesh.replica, mesh.rank, this_host()))):

@@ -190,8 +190,8 @@ class ReplicaMixing:
     """Size of a message in MiB."""
 
     peer_copies: bool | None = None
-    """Whether pairs of replicas on one host copy weights straight into each other's memory. None: between GPUs that can,
-    where copies take no multiprocessor from the computation. False: never. True: also on the CPU, for tests."""
+    """If True, pairs of replicas on one host copy weights straight into each other's memory, on the CPU too, for tests.
+    If None, they do so between GPUs that can, whose computation then has all multiprocessors. If False, never."""
 
     def __post_init__(self) -> None:
         topology_of(self.topology)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_d9d.ops.moe_permute import gathered, sort_by_expert, summed
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory, peer_memory
-from lightning_d9d.ops.peer_words import all_told
+from lightning_d9d.ops.peer_words import have_reached
 from lightning_d9d.waits import waiting
 
 
@@ -112,7 +112,7 @@ def _meet_reference(memory: PeerMemory) -> None:
     epoch = int(state[0]) + 1
     for other in range(n):
         memory.view(other, 0, torch.int32, n)[memory.rank] = epoch
-    if not state[1] & LATE and not all_told(memory.view(memory.rank, 0, torch.int32, n), epoch, memory.timeout_s):
+    if not state[1] & LATE and not have_reached(memory.view(memory.rank, 0, torch.int32, n), epoch, memory.timeout_s):
         state[1] |= LATE
     state[0] = epoch
 

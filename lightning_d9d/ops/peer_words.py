@@ -26,7 +26,7 @@ def tell(word: Tensor, number: int, late: Tensor) -> None:
 
 
 def hear(word: Tensor, number: int, late: Tensor, mark: int, timeout_s: float) -> None:
-    """Wait until another rank has told this number or a larger one. On CUDA the stream waits, else the host.
+    """Wait until another rank has written this number or a larger one. On CUDA the stream waits, else the host.
 
     Args:
         word: Int32 `[1]` in this rank's memory.
@@ -39,11 +39,11 @@ def hear(word: Tensor, number: int, late: Tensor, mark: int, timeout_s: float) -
         from lightning_d9d.ops.kernels import peer_words as kernels
 
         kernels.hear(word, number, late, mark, timeout_s)
-    elif not int(late) and not all_told(word, number, timeout_s):
+    elif not int(late) and not have_reached(word, number, timeout_s):
         late.fill_(mark)
 
 
-def all_told(words: Tensor, number: int, timeout_s: float) -> bool:
+def have_reached(words: Tensor, number: int, timeout_s: float) -> bool:
     """Wait on the host until all words have at least this number; return False if that takes too long. Local."""
     end = time.monotonic() + timeout_s
     while bool((words < number).any()):

@@ -1,8 +1,8 @@
 """Triton kernels of `lightning_d9d.ops.peer_exchange`: they write into the memory of other ranks' devices.
 
-[Note: waits] A rank writes its rows into the memory of others, and then the number of the exchange to a flag there: see
-[Note: flags] in `peer_words.py`. A reader waits for the flags of all ranks. Numbers and waits are on the device, so that
-a graph can be captured. After the time limit a bit of the state is set, and later waits end at once.
+[Note: waits] A rank writes its rows into the memory of others, and then the number of the exchange to a flag there. A
+reader waits for the flags of all ranks. See [Note: flags] in `peer_words.py`. Numbers and waits are on the device, so
+that a graph can be captured. After the time limit a bit of the state is set, and later waits end at once.
 
 [Note: two regions] Exchanges take turns with two regions of the memory. A rank writes for exchange e + 2 after it has
 seen all flags of e + 1. The others set these after they have read exchange e. So each exchange needs only one wait.
