@@ -301,11 +301,11 @@ class TrainingLoader(_AlignedLoader):
         if len(lengths) > len(numbers) or 0 in numbers.values():
             return
         most = max(numbers.values())
-        ended = [replica for replica, number, read in gathered if number <= read < most]
+        ended = [replica for replica, _, num_read in gathered if numbers[replica] <= num_read < most]
         if ended:
             raise ConfigError(
                 f"replica {ended[0]} has trained on all its {numbers[ended[0]]} batches of an epoch of {most}; resume "
-                "from an earlier checkpoint or from the end of an epoch"
+                "from an earlier checkpoint or the end of an epoch"
             )
         self._fills_up = numbers[self.alignment.replica] < most
         if self._fills_up:

@@ -83,10 +83,9 @@ class Mixer:
             )
         made = {split: mesh.mixing_group(split) for split in dict.fromkeys(partitions)}
         self._groups = [made[split] for split in partitions]
-        copies = mesh.device_type == "cuda" if peer_copies is None else peer_copies
-        self._device = torch.device(
-            mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
-        )
+        is_cuda = mesh.device_type == "cuda"
+        copies = is_cuda if peer_copies is None else peer_copies
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         self._pushes: Pushes | None = reachable(mesh, self._device) if copies and rounds.are_pairs else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mixer:

@@ -198,8 +198,8 @@ def test_resuming_in_idle_batches_is_refused(rank: RankContext, step: int) -> No
     fit(rank, fresh(), data, "complete", callbacks=[Saves(path, step)])
     run = trainer(D9DStrategy(replicate_sync="complete"), 2, precision="64-true", use_distributed_sampler=False)
     problem = (
-        "^replica 1 has trained on all its 4 batches of an epoch of 6; resume from an earlier checkpoint or from the end "
-        "of an epoch$"
+        "^replica 1 has trained on all its 4 batches of an epoch of 6; resume from an earlier checkpoint or the end of "
+        "an epoch$"
     )
     with pytest.raises(ConfigError, match=problem):
         run.fit(fresh(), DataLoader(data, ROWS), ckpt_path=str(path))  # type: ignore[arg-type]
