@@ -285,15 +285,28 @@ class TrainingLoader(_AlignedLoader):
         """Fill up with dummy batches where another replica has more. Collective over all ranks, of replicas that mix.
 
         Nothing is filled where some length is unknown, or differs inside of a replica without an agreement.
+
+        Raises:
+            ConfigError: The epoch goes on from a checkpoint, and a replica has trained on all its batches. So it has
+                none to make dummy batches of.
         """
         if self.alignment.replica is None:
             return
         is_known = length is not None and not any(has_iterable_dataset(loader) for loader in self.flattened)
-        lengths = all_gather_object((self.alignment.replica, length if is_known else None))
+        progress = self._loop.epoch_loop.batch_progress
+        num_read = 0 if progress.is_last_batch or self.alignment.resumes() else progress.current.processed
+        gathered = all_gather_object((self.alignment.replica, length if is_known else None, num_read))
+        lengths = {(replica, number) for replica, number, _ in gathered}
         numbers = {replica: number for replica, number in lengths if number is not None}
-        if len({*lengths}) > len(numbers) or 0 in numbers.values():
+        if len(lengths) > len(numbers) or 0 in numbers.values():
             return
         most = max(numbers.values())
+        ended = [replica for replica, _, num_read in gathered if numbers[replica] <= num_read < most]
+        if ended:
+            raise ConfigError(
+                f"replica {ended[0]} has trained on all its {numbers[ended[0]]} batches of an epoch of {most}; resume "
+                "from an earlier checkpoint or the end of an epoch"
+            )
         self._fills_up = numbers[self.alignment.replica] < most
         if self._fills_up:
             self.is_even, self._agreed_length = False, most
@@ -333,11 +346,7 @@ class TrainingLoader(_AlignedLoader):
             self._dummy = item if self._fills_up and item is not None and item[0] is not None else self._dummy
         if item is None and self._fills_up:
             item, plan = self._dummy, BatchPlan(True, self._num_microbatches, 0)
-            if item is None:
-                raise ConfigError(
-                    "this replica has no batch left of the resumed epoch, and others have; resume from an earlier "
-                    "checkpoint or from an epoch's end"
-                )
+            assert item is not None, "resumed behind its last batch"
         self._has_ended = item is None
         if item is None:
             raise StopIteration

@@ -32,6 +32,11 @@ class Flat:
         self._values: Tensor | None = None
 
     @property
+    def device(self) -> torch.device:
+        """The device of the tensors and of the buffer."""
+        return local(self.whole[0]).device
+
+    @property
     def num_bytes(self) -> int:
         """The size of the buffer."""
         return self.num_elements * self.dtype.itemsize
@@ -45,16 +50,27 @@ class Flat:
     def values(self) -> Tensor:
         """The buffer, which is made at the first use."""
         if self._values is None:
-            device = local(self.whole[0]).device
-            self._values = torch.empty(self.num_elements, dtype=self.dtype, device=device)
+            self._values = torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
         return self._values
 
     @property
     def parts(self) -> list[Tensor]:
         """The part of the buffer for each tensor, in the tensor's shape."""
+        return self.split(self.values)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Return the part of a buffer like this one for each tensor, in the tensor's shape."""
         tensors = self.tensors
-        split = self.values.split([tensor.numel() for tensor in tensors])
-        return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
+        parts = values.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def place(self, values: Tensor) -> None:
+        """Use memory of another owner as the buffer. Local.
+
+        Args:
+            values: Shape `[num_elements]`, of this dtype and device.
+        """
+        self._values = values
 
     def widened(self) -> list[Tensor]:
         """Return the tensors in the dtype of sums. Local."""

@@ -1,7 +1,8 @@
 """The messages of a round: tensors exchanged by two replicas, or summed over more.
 
 Two replicas send each other their tensors as they are, so no bit is lost and nothing is copied. The received tensors
-are mixed in by one pass over memory. Three or more replicas sum copies in float32 or wider.
+are mixed in by one pass over memory. On one host `pushes.py` may move them in place of `send`. Three or more replicas
+sum copies in float32 or wider.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ class Message(ABC):
     @abstractmethod
     def send(self, group: dist.ProcessGroup) -> None:
         """Begin to send and receive. Collective over the group, without waiting."""
+
+    def settle(self) -> None:  # noqa: B027  # copies of tensors may leave at any time
+        """Wait until the tensors have left, so that they may change. Local."""
 
     def wait(self) -> None:
         """Wait until all is received. Local."""
@@ -63,6 +67,10 @@ class Exchanged(Message):
         messages = [dist.P2POp(dist.isend, tensor, group=group, group_peer=partner) for tensor in own]
         messages += [dist.P2POp(dist.irecv, part, group=group, group_peer=partner) for part in self.flat.parts]
         self._works = dist.batch_isend_irecv(messages)
+
+    def settle(self) -> None:
+        """Wait for both: a send ends with the receive."""
+        self.wait()
 
     def squared_distance(self, size: int) -> Tensor:
         """Return that to the mean of both."""

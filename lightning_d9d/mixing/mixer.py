@@ -1,9 +1,10 @@
 """Mixes the weights of this rank with those at the same place of other replicas.
 
 [Note: life of a round] After the optimizer's step k `launch` begins the messages of the edge, one bucket at a time. Two
-replicas exchange their weights; three or more sum copies of them. Meanwhile the forward and the backward of step k + 1
-run on the unmixed weights. Then `finish` waits for the messages and mixes, and the optimizer applies the gradients to
-the mixed weights. Nothing changes the weights in between, so own values need not be kept, and are sent without a copy.
+replicas exchange their weights, on one host by `Pushes`; three or more sum copies of them. Meanwhile the forward and
+the backward of step k + 1 run on the unmixed weights. Then `finish` waits for the messages and mixes, and the optimizer
+applies the gradients to the mixed weights. Own values are not kept, and are sent without a copy. So whatever changes
+weights in between calls `settle` before, and restores them.
 
 [Note: copies stay equal] Ranks of one replica may hold copies of a parameter, at different places of their models. Sums
 of three or more numbers depend on their order, which may depend on the place in a message. So parameters with equal
@@ -26,6 +27,7 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mixing.flat import Batches, flat_buffers
 from lightning_d9d.mixing.messages import Exchanged, Message, Summed
+from lightning_d9d.mixing.pushes import Pushes, reachable
 from lightning_d9d.mixing.rounds import Rounds
 from lightning_d9d.mixing.topology import Edge
 from lightning_d9d.waits import WaitObserver, waiting
@@ -42,6 +44,7 @@ class Mixer:
         mesh: The mesh of this rank's replica, one of several.
         bucket_bytes: Size limit of a message.
         adaptive: Fraction of the way that a replica moves towards the mix. See `ReplicaMixing`.
+        peer_copies: Whether pairs on one host copy weights into each other's memory. See `ReplicaMixing`.
         observer: Notified of waits for the edge; None for no notification.
 
     Raises:
@@ -55,6 +58,7 @@ class Mixer:
         *,
         bucket_bytes: int,
         adaptive: float = 1.0,
+        peer_copies: bool | None = None,
         observer: WaitObserver | None = None,
     ) -> None:
         self.rounds = rounds
@@ -79,6 +83,10 @@ class Mixer:
             )
         made = {split: mesh.mixing_group(split) for split in dict.fromkeys(partitions)}
         self._groups = [made[split] for split in partitions]
+        is_cuda = mesh.device_type == "cuda"
+        copies = is_cuda if peer_copies is None else peer_copies
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        self._pushes: Pushes | None = reachable(mesh, self._device) if copies and rounds.are_pairs else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mixer:
         """Return this object: groups and messages belong to one run, and copies of its Trainer share them."""
@@ -95,23 +103,36 @@ class Mixer:
         return self.rounds.edge(self.replica, max(0, self.num_launched - 1))
 
     def take(self, batches: Batches) -> None:
-        """Mix these parameters from the next round on, instead of the earlier ones. Local, between rounds.
+        """Mix these parameters from the next round on, instead of the earlier ones. Between rounds.
+
+        Collective over replicas on the same hosts, if these copy weights into each other's memory.
 
         Args:
             batches: Parameters that may share messages, equal at the same places of all replicas.
         """
         assert not self.is_under_way
+        self._messages = []
         flats = flat_buffers(batches, self._bucket_bytes, is_wide=not self.rounds.are_pairs)
         self._messages = [Exchanged(flat) if self.rounds.are_pairs else Summed(flat) for flat in flats]
+        if self._pushes is not None:
+            self._pushes.take(flats if all(flat.device == self._device for flat in flats) else [])
 
     def launch(self) -> None:
-        """Begin the next round. Collective over the edge, without waiting."""
+        """Begin the next round. Collective over the edge, without waiting.
+
+        Raises:
+            RankError: A partner did not come in an earlier round.
+        """
         assert not self.is_under_way
+        self._check()
         group = self._groups[self.num_launched % len(self._groups)]
         self.num_launched += 1
         self.is_under_way = True
         if len(self.edge.replicas) > 1:
             with self._naming_peers():
+                if self._pushes is not None and self._pushes.reaches(self._partner):
+                    self._pushes.begin(self._partner)
+                    return
                 for message in self._messages:
                     message.send(group)
 
@@ -123,6 +144,9 @@ class Mixer:
             optimizer: Optimizer whose `pre_average_hook(edge, weight)` is called before, if it has one. Each parameter
                 then has `neighbour_sum`, the sum of the other replicas' values: the part of this rank, float32 or
                 wider.
+
+        Raises:
+            RankError: A partner did not come in this round, or on CUDA in an earlier one.
         """
         if not self.is_under_way:
             return
@@ -140,11 +164,29 @@ class Mixer:
         for message in self._messages:
             message.mix(own, self.adaptive * edge.weight_of_others, self.num_launched)
 
+    def settle(self) -> None:
+        """Wait until own weights have left, so that they may change until they are restored. On CUDA the host waits.
+
+        Raises:
+            RankError: A partner did not come in an earlier round, so weights are not to be saved or shown.
+        """
+        with waiting(), self._naming_peers():
+            if self._pushes is not None:
+                self._pushes.settle()
+            for message in self._messages:
+                message.settle()
+        self._check(waits=True)
+
     def drop(self) -> None:
-        """Wait for the current round, and leave the weights unmixed."""
+        """Wait for the current round, and leave the weights unmixed. On CUDA the host waits.
+
+        Raises:
+            RankError: A partner did not come in this round or an earlier one.
+        """
         if self.is_under_way and len(self.edge.replicas) > 1:
             self._wait()
         self.is_under_way = False
+        self._check(waits=True)
 
     def repeat(self) -> None:
         """Begin the last round again after a resume: its sums were not saved. Collective over the edge."""
@@ -155,14 +197,28 @@ class Mixer:
     def close(self) -> None:
         """Free the buffers. Local."""
         self._messages = []
+        if self._pushes is not None:
+            self._pushes.close()
+
+    @property
+    def _partner(self) -> int:
+        """The other replica of the current edge, a pair."""
+        return next(each for each in self.edge.replicas if each != self.replica)
+
+    def _check(self, *, waits: bool = False) -> None:
+        if self._pushes is not None:
+            self._pushes.check(waits=waits)
 
     def _wait(self) -> None:
         with waiting():
             if self._observer is not None:
                 self._observer.begin_wait()
             with self._naming_peers():
+                if self._pushes is not None:
+                    self._pushes.wait()
                 for message in self._messages:
                     message.wait()
+            self._check()
             if self._observer is not None:
                 self._observer.end_wait()
 

@@ -189,6 +189,10 @@ class ReplicaMixing:
     bucket_mb: float = 32.0
     """Size of a message in MiB."""
 
+    peer_copies: bool | None = None
+    """If True, pairs of replicas on one host copy weights straight into each other's memory, on the CPU too, for tests.
+    If None, they do so between GPUs that can, whose computation then has all multiprocessors. If False, never."""
+
     def __post_init__(self) -> None:
         topology_of(self.topology)
         if not 0 < self.adaptive <= 1:

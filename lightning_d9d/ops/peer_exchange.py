@@ -10,7 +10,6 @@ results of the batch are invalid, and the caller must compute the batch in anoth
 
 from __future__ import annotations
 
-import time
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from lightning_d9d.ops.moe_permute import gathered, sort_by_expert, summed
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory, peer_memory
+from lightning_d9d.ops.peer_words import have_reached
 from lightning_d9d.waits import waiting
 
 
@@ -112,11 +112,8 @@ def _meet_reference(memory: PeerMemory) -> None:
     epoch = int(state[0]) + 1
     for other in range(n):
         memory.view(other, 0, torch.int32, n)[memory.rank] = epoch
-    here, end = memory.view(memory.rank, 0, torch.int32, n), time.monotonic() + memory.timeout_s
-    while not state[1] & LATE and bool((here < epoch).any()):
-        time.sleep(1e-4)
-        if time.monotonic() > end:
-            state[1] |= LATE
+    if not state[1] & LATE and not have_reached(memory.view(memory.rank, 0, torch.int32, n), epoch, memory.timeout_s):
+        state[1] |= LATE
     state[0] = epoch
 
 

@@ -1,12 +1,8 @@
-"""Memory of the ranks of one host that each of them can write to, and its layout."""
+"""Memory of the ranks of one host for tokens that they send to each other's experts, and its layout."""
 
 from __future__ import annotations
 
-import os
-import socket
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.rows import ceil_div
+from lightning_d9d.ops.peer_buffers import aligned, peer_buffers, why_no_peers
 
 OVERFLOW, LATE = 1, 2
 """Bits of `PeerMemory.status`: more rows than fit; a rank that did not arrive in time."""
-_ALIGNMENT = 256
 _WEIGHT_BYTES = 8
 """A weight is float32, or float64 for tests."""
 _MEMORIES: dict[str, PeerMemory] = {}
@@ -45,27 +40,27 @@ class PeerLayout(NamedTuple):
     @property
     def counts_at(self) -> int:
         """The offset of two tables with the numbers of tokens that each rank sends to each rank."""
-        return _aligned(4 * self.num_ranks)
+        return aligned(4 * self.num_ranks)
 
     @property
     def regions_at(self) -> int:
         """The offset of the first of two regions."""
-        return self.counts_at + _aligned(8 * self.num_ranks**2)
+        return self.counts_at + aligned(8 * self.num_ranks**2)
 
     @property
     def weights_at(self) -> int:
         """The offset of the weights of each row's experts."""
-        return _aligned(self.num_rows * self.row_bytes)
+        return aligned(self.num_rows * self.row_bytes)
 
     @property
     def experts_at(self) -> int:
         """The offset of the numbers of each row's experts."""
-        return self.weights_at + _aligned(self.num_rows * self.top_k * _WEIGHT_BYTES)
+        return self.weights_at + aligned(self.num_rows * self.top_k * _WEIGHT_BYTES)
 
     @property
     def region_bytes(self) -> int:
         """The length of a region."""
-        return self.experts_at + _aligned(self.num_rows * self.top_k * 4)
+        return self.experts_at + aligned(self.num_rows * self.top_k * 4)
 
     @property
     def num_bytes(self) -> int:
@@ -129,67 +124,10 @@ def allocate_peer_memory(
 ) -> PeerMemory:
     """Give each rank of a group a buffer, and map all of them here. Collective over the group; the host waits.
 
-    On CUDA this is torch's symmetric memory, without multicast; on the CPU files in memory.
-
     Raises:
         ConfigError: Ranks are on several hosts, or a device cannot write to another one's memory; raised on every rank.
     """
-    problems = _each(group, _problem(group, device))
-    if found := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]:
-        raise ConfigError(f"expert_dispatch='peer' is not possible, {found[0]}; choose 'all_to_all'")
-    if device.type == "cuda":
-        buffers, owner = _device_buffers(group, layout.num_bytes, device)
-    else:
-        buffers, owner = _host_buffers(group, layout.num_bytes), None
+    if problem := why_no_peers(group, device):
+        raise ConfigError(f"expert_dispatch='peer' is not possible, {problem}; choose 'all_to_all'")
+    buffers, owner = peer_buffers(group, layout.num_bytes, device)
     return PeerMemory(buffers, group.rank(), layout, timeout_s=timeout_s, owner=owner)
-
-
-def _device_buffers(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> tuple[list[Tensor], Any]:
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory as symmetric
-
-    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(own, group.group_name)
-    own.zero_()
-    torch.cuda.synchronize(device)
-    _each(group, None)  # nobody writes before all are zero
-    buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
-    return buffers, (own, handle)
-
-
-def _host_buffers(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
-    folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
-    descriptor, path = tempfile.mkstemp(prefix="lightning-d9d-", dir=folder)
-    try:
-        os.truncate(descriptor, num_bytes)
-        os.close(descriptor)
-        paths = _each(group, path)
-        buffers = [torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in paths]
-        _each(group, None)  # all have mapped it
-    finally:
-        Path(path).unlink()
-    return buffers
-
-
-def _problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return why this rank cannot write to the memory of others; None if it can. Collective."""
-    here = (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text())
-    index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
-    for rank, (host, other) in enumerate(_each(group, (here, index))):
-        if host != here:
-            return f"rank {rank} is on another host ({host[0]})"
-        is_visible = device.type == "cuda" and other != index and other < torch.cuda.device_count()
-        if is_visible and not torch.cuda.can_device_access_peer(index, other):
-            return f"GPU {index} has no peer access to GPU {other}"
-    return None
-
-
-def _each(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """Return the value of every rank. Collective."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _aligned(num_bytes: int) -> int:
-    return ceil_div(num_bytes, _ALIGNMENT) * _ALIGNMENT

@@ -117,7 +117,11 @@ class MixedReplicas:
         self._trained = set()
         clock = WaitClock(self._ranks.device)
         rounds, size = Rounds(self.config.topology, self._ranks.num_replicas), int(self.config.bucket_mb * 2**20)
-        options: dict[str, Any] = {"adaptive": self.config.adaptive, "observer": clock}
+        options: dict[str, Any] = {
+            "adaptive": self.config.adaptive,
+            "peer_copies": self.config.peer_copies,
+            "observer": clock,
+        }
         self.mixer = Mixer(rounds, self._ranks.mesh, bucket_bytes=size, **options)
         self._mean = ReplicaMean(self._all_replicas, size)
         self._report = ReplicaReport(self._ranks, self._all_replicas, clock)
@@ -181,6 +185,7 @@ class MixedReplicas:
             return
         was_in_place = mean.is_in_place
         mean.revert()
+        mixer.settle()
         if "optimizer_states" in checkpoint:
             checkpoint[MIXING] = {
                 "num_rounds": mixer.num_launched,
@@ -257,6 +262,8 @@ class MixedReplicas:
 
     def _take_mean(self, *, with_states: bool = False, keeps: bool = True) -> Tensor | None:
         assert self._mean is not None
+        assert self.mixer is not None
+        self.mixer.settle()
         parameters = [p for p in self._model.parameters() if p.requires_grad or p in self._trained]
         batches = alike(parameters, self._tied)
         rest = [*shared_buffers(self._model), *(self._states() if with_states else ())]

@@ -60,7 +60,15 @@ THINNED = {
         "padded-pipeline",
     ),
     # The strategy
-    "strategy/test_mixed_replicas.py::test_replicas_of_two_ranks_equal_the_matrices": ("shard2", "pp2"),
+    "strategy/test_mixed_replicas.py::test_replicas_of_two_ranks_equal_the_matrices": (
+        "messages-shard2",
+        "messages-pp2",
+        "copies-shard2",
+        "copies-tp2",
+        "copies-pp2 tied",
+        "copies-accumulated",
+    ),
+    "strategy/test_mixed_replicas.py::test_four_replicas_equal_the_matrices": ("copies-ring",),
     "strategy/test_mixed_replicas.py::test_two_replicas_equal_the_matrices": (
         "complete-adamw",
         "ring-sgd",

@@ -47,10 +47,16 @@ def mixer_of(rounds: Rounds, mesh: MeshDomains, **options: Any) -> Mixer:
 def check_against_matrices(
     rank: RankContext, topology: Any, dtype: torch.dtype, tolerance: float, adaptive: float = 1.0
 ) -> None:
-    """Three turns of all rounds, with a step of each replica's own between two rounds."""
-    size = rank.world_size
-    rounds = Rounds(topology, size)
-    mixer = mixer_of(rounds, mesh_of(rank, size), adaptive=adaptive)
+    """Three turns of all rounds, with a step of each replica's own between two rounds, by messages and by copies."""
+    rounds = Rounds(topology, rank.world_size)
+    for peer_copies in (False, True) if rounds.are_pairs else (False,):
+        mixer = mixer_of(rounds, mesh_of(rank, rank.world_size), adaptive=adaptive, peer_copies=peer_copies)
+        check_mixer(rank, mixer, dtype, tolerance)
+        mixer.close()
+
+
+def check_mixer(rank: RankContext, mixer: Mixer, dtype: torch.dtype, tolerance: float) -> None:
+    size, rounds, adaptive = rank.world_size, mixer.rounds, mixer.adaptive
     own = tensors_of(rank.rank, dtype)
     mixer.take([own])
     wide = [

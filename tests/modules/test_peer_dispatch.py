@@ -142,7 +142,7 @@ def test_a_rank_that_does_not_come_is_noticed(rank: RankContext, kernels: str) -
     dispatch = PeerDispatch(NUM_EXPERTS, rank.group, PeerExchange(rank.group, timeout_s=0.2))
     x, indices, weights, _ = on_device(make_tokens(rank.rank, "natural", dtype=torch.float32), rank)
     with using_kernels(kernels), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("lightning_d9d.ops.kernels.peer_exchange._LOOKS_ON_CPU", 50)
+        monkeypatch.setattr("lightning_d9d.ops.kernels.peer_words._LOOKS_ON_CPU", 50)
         dispatch.exchange.prepare(x, 2, NUM_EXPERTS // 2)
         if rank.rank == 0:
             x.requires_grad_()

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from lightning_d9d.modules import GroupedExperts, LocalDispatch
 from lightning_d9d.modules.peer_dispatch import PeerDispatch
-from lightning_d9d.ops import peer_memory
+from lightning_d9d.ops import peer_buffers
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.modules.test_dispatch import HIDDEN, INTERMEDIATE, run
 
@@ -20,10 +20,10 @@ NUM_EXPERTS, NUM_TOKENS, TOP_K = 16, 37, 4
 
 
 def shared_by_cuda_ipc(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> tuple[list[Tensor], Any]:
-    """`_device_buffers` of `peer_memory` without torch's symmetric memory."""
+    """`_device_buffers` of `peer_buffers` without torch's symmetric memory."""
     own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    shared = peer_memory._each(group, reduce_tensor(own))
+    shared = peer_buffers.gathered_objects(group, reduce_tensor(own))
     return [own if rank == group.rank() else rebuild(*args) for rank, (rebuild, args) in enumerate(shared)], own
 
 
@@ -53,7 +53,7 @@ def body(rank: int, num_ranks: int, symmetric: bool, dtype: torch.dtype, directo
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=num_ranks)
     assert dist.group.WORLD is not None
     if not symmetric:
-        peer_memory._device_buffers = shared_by_cuda_ipc
+        peer_buffers._device_buffers = shared_by_cuda_ipc
     experts = make_experts(dtype, device)
     tokens = [make_tokens(source, dtype, device) for source in range(num_ranks)]
     whole = run(LocalDispatch(NUM_EXPERTS), experts, tuple(map(torch.cat, zip(*tokens, strict=True))))

@@ -149,7 +149,7 @@ def run_thin_products(dtype: torch.dtype) -> None:
 
 def run_moves(dtype: torch.dtype) -> None:
     """Call what moves rows of tokens: on a rank, and between ranks that write into each other's memory."""
-    from lightning_d9d.ops.kernels import linear_cross_entropy, moe_permute, peer_exchange
+    from lightning_d9d.ops.kernels import linear_cross_entropy, moe_permute, peer_exchange, peer_words
     from lightning_d9d.ops.peer_memory import PeerLayout, PeerMemory
 
     x, copies = torch.ones(TOKENS, WIDTH, dtype=dtype), torch.ones(TOKENS * TOP_K, WIDTH, dtype=dtype)
@@ -165,6 +165,9 @@ def run_moves(dtype: torch.dtype) -> None:
     plan, ranks, experts = (torch.zeros(each, TOP_K, dtype=torch.int32) for each in (4 * RANKS, TOKENS, TOKENS))
     peer_exchange.share_counts(memory, torch.zeros(RANKS, dtype=torch.int32), plan)
     peer_exchange.meet(memory)
+    word, late = torch.zeros(2, 1, dtype=torch.int32)
+    peer_words.tell(word, 1, late)
+    peer_words.hear(word, 1, late, 1, 1.0)
     peer_exchange.take_notes(memory, plan, 0, weights, experts)
     peer_exchange.limit_places(memory, experts, places, offsets, len(copies))
     for noted in (True, False):

@@ -96,10 +96,10 @@ def fresh(optimizer: str = "sgd") -> Kept:
     return Kept(optimizer)
 
 
-def check(rank: RankContext, sync: str, optimizer: str = "sgd", **options: Any) -> None:
+def check(rank: RankContext, sync: str, optimizer: str = "sgd", *, peer_copies: bool = False, **options: Any) -> None:
     module = fresh(optimizer)
     initial = fresh(optimizer)
-    fit(rank, module, sync, **options)
+    fit(rank, module, ReplicaMixing(topology=sync, peer_copies=peer_copies), **options)
     rounds = Rounds(sync, rank.world_size)
     expected = mixed_training(
         initial,
@@ -127,8 +127,9 @@ def test_two_replicas_equal_the_matrices(rank: RankContext, sync: str, optimizer
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sync", ["ring", "one_peer_exp", "alternating_exp_ring"])
-def test_four_replicas_equal_the_matrices(rank: RankContext, sync: str) -> None:
-    check(rank, sync, gradient_clip_val=0.05)
+@pytest.mark.parametrize("peer_copies", [False, True], ids=["messages", "copies"])
+def test_four_replicas_equal_the_matrices(rank: RankContext, sync: str, peer_copies: bool) -> None:
+    check(rank, sync, gradient_clip_val=0.05, peer_copies=peer_copies)
 
 
 class Grouped(Watched):
@@ -152,7 +153,15 @@ def of_replica(index: int, replica: int, num_replicas: int) -> dict[str, Tensor]
     return {name: value[rows] for name, value in batch_of(index).items()}
 
 
-def check_mesh(rank: RankContext, config: Any, *, accumulated: int = 1, num_replicas: int = 2, **degrees: int) -> None:
+def check_mesh(
+    rank: RankContext,
+    config: Any,
+    *,
+    accumulated: int = 1,
+    num_replicas: int = 2,
+    peer_copies: bool = False,
+    **degrees: int,
+) -> None:
     steps = 2
     alone = Qwen3MoePretraining(config)
     torch.set_default_dtype(torch.float64)
@@ -161,7 +170,8 @@ def check_mesh(rank: RankContext, config: Any, *, accumulated: int = 1, num_repl
     finally:
         torch.set_default_dtype(torch.float32)
     mesh = MeshConfig(data_parallel_replicate=num_replicas, **degrees)
-    strategy = D9DStrategy(mesh=mesh, replicate_sync="one_peer_exp", microbatch_size=2)
+    sync = ReplicaMixing(peer_copies=peer_copies)
+    strategy = D9DStrategy(mesh=mesh, replicate_sync=sync, microbatch_size=2)
     module = Grouped(config, steps * accumulated)
     options = {"precision": "64-true", "max_epochs": 1, "gradient_clip_val": CLIP, "use_distributed_sampler": False}
     run = trainer(strategy, rank.world_size, accumulate_grad_batches=accumulated, **options)
@@ -189,7 +199,8 @@ def check_mesh(rank: RankContext, config: Any, *, accumulated: int = 1, num_repl
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("inside", ["shard2", "pp2", "tp2", "shard2 ep2", "pp2 tied", "accumulated"])
-def test_replicas_of_two_ranks_equal_the_matrices(rank: RankContext, inside: str) -> None:
+@pytest.mark.parametrize("peer_copies", [False, True], ids=["messages", "copies"])
+def test_replicas_of_two_ranks_equal_the_matrices(rank: RankContext, inside: str, peer_copies: bool) -> None:
     tied = "tied" in inside
     names = {
         "shard2": "data_parallel_shard",
@@ -199,7 +210,7 @@ def test_replicas_of_two_ranks_equal_the_matrices(rank: RankContext, inside: str
     }
     degrees = {names[part]: 2 for part in inside.split() if part in names} or {"data_parallel_shard": 2}
     config = replace(SMALL, tie_word_embeddings=tied)
-    check_mesh(rank, config, accumulated=2 if inside == "accumulated" else 1, **degrees)
+    check_mesh(rank, config, accumulated=2 if inside == "accumulated" else 1, peer_copies=peer_copies, **degrees)
 
 
 def heard_of_others(path: Path, replicas: Sequence[set[int]]) -> dict[tuple[str, tuple[int, ...]], int]:
@@ -272,11 +283,12 @@ class FreezesLater(Kept):
 
 
 @pytest.mark.ranks(2)
-def test_frozen_parameters_stay_and_those_frozen_later_are_mixed(rank: RankContext) -> None:
+@pytest.mark.parametrize("peer_copies", [False, True], ids=["messages", "copies"])
+def test_frozen_parameters_stay_and_those_frozen_later_are_mixed(rank: RankContext, peer_copies: bool) -> None:
     L.seed_everything(7, verbose=False)
     module = FreezesLater()
     initial = module.net[0].weight.detach().clone()
-    fit(rank, module, "complete", steps=8)
+    fit(rank, module, ReplicaMixing(topology="complete", peer_copies=peer_copies), steps=8)
     assert torch.equal(module.history[1]["net.0.weight"], initial)
     assert not torch.equal(module.history[2]["net.0.weight"], initial)
     later = torch.stack(rank.all_gather_object(module.history[4]["net.3.weight"]))
@@ -339,10 +351,12 @@ def test_the_mean_is_that_of_all_reduce_where_curvature_is_equal(rank: RankConte
 
 
 @pytest.mark.ranks(2)
-def test_validation_has_the_mean_and_training_goes_on_from_own_values(rank: RankContext) -> None:
+@pytest.mark.parametrize("peer_copies", [False, True], ids=["messages", "copies"])
+def test_validation_has_the_mean_and_training_goes_on_from_own_values(rank: RankContext, peer_copies: bool) -> None:
     module, without = fresh(), fresh()
     validation = {"val_dataloaders": DataLoader(rows_of(4), 2)}  # type: ignore[arg-type]
-    run = fit(rank, module, "ring", with_loaders=validation, val_check_interval=2)
+    sync = ReplicaMixing(topology="ring", peer_copies=peer_copies)
+    run = fit(rank, module, sync, with_loaders=validation, val_check_interval=2)
     fit(rank, without, "ring")
     for name, value in without.history[3].items():
         assert torch.equal(value, module.history[3][name]), "validation changes nothing"
@@ -359,8 +373,8 @@ def test_validation_has_the_mean_and_training_goes_on_from_own_values(rank: Rank
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("mode", ["plain", "sharded"])
-def test_a_resumed_fit_equals_one_that_was_not_stopped(rank: RankContext, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "peer_copies"), [("plain", False), ("plain", True), ("sharded", False)], ids=str)
+def test_a_resumed_fit_equals_one_that_was_not_stopped(rank: RankContext, mode: str, peer_copies: bool) -> None:
     """Saved inside of a turn of rounds, with states of the optimizer and a round under way."""
     path = rank.tmp_dir / "saved.ckpt"
     num_steps = {"plain": 6, "sharded": 4}[mode]
@@ -374,7 +388,7 @@ def test_a_resumed_fit_equals_one_that_was_not_stopped(rank: RankContext, mode: 
             module.train_dataloader = lambda: DataLoader(
                 rows, ROWS, sampler=DistributedSampler(rows, 4, rank.rank, shuffle=False)
             )
-            return module, trainer(D9DStrategy(replicate_sync="one_peer_exp"), 4, **options)
+            return module, trainer(D9DStrategy(replicate_sync=ReplicaMixing(peer_copies=peer_copies)), 4, **options)
         mesh = MeshConfig(data_parallel_replicate=2, data_parallel_shard=2)
         strategy = D9DStrategy(mesh=mesh, replicate_sync="ring", microbatch_size=2)
         return Grouped(SMALL, num_steps), trainer(strategy, 4, **options)

@@ -189,6 +189,22 @@ def test_a_resumed_fit_equals_one_that_was_not_stopped(rank: RankContext, step: 
     assert resumed.dummies == whole_run.dummies[step:]
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("step", [4, 5], ids=["at their start", "inside"])
+def test_resuming_in_idle_batches_is_refused(rank: RankContext, step: int) -> None:
+    """Replica 1 has no batch left to repeat in the last two of the epoch."""
+    path = rank.tmp_dir / "saved.ckpt"
+    data = rows_of(rank.rank, 6 - 2 * rank.rank)
+    fit(rank, fresh(), data, "complete", callbacks=[Saves(path, step)])
+    run = trainer(D9DStrategy(replicate_sync="complete"), 2, precision="64-true", use_distributed_sampler=False)
+    problem = (
+        "^replica 1 has trained on all its 4 batches of an epoch of 6; resume from an earlier checkpoint or the end of "
+        "an epoch$"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        run.fit(fresh(), DataLoader(data, ROWS), ckpt_path=str(path))  # type: ignore[arg-type]
+
+
 class KeptStaged(Staged):
     def __init__(self, **options: Any) -> None:
         super().__init__(optimizer="adamw", **options)

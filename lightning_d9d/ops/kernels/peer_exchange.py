@@ -1,9 +1,8 @@
 """Triton kernels of `lightning_d9d.ops.peer_exchange`: they write into the memory of other ranks' devices.
 
-[Note: flags] A rank writes its rows into the memory of others. Then, in a separate kernel, it writes the number of the
-exchange to a flag there (release, for all devices). A reader waits for the flags of all ranks (acquire). Numbers and
-waits are on the device, so that a graph can be captured. A wait has a time limit. After it a bit of the state is set,
-and later waits end at once.
+[Note: waits] A rank writes its rows into the memory of others, and then the number of the exchange to a flag there. A
+reader waits for the flags of all ranks. See [Note: flags] in `peer_words.py`. Numbers and waits are on the device, so
+that a graph can be captured. After the time limit a bit of the state is set, and later waits end at once.
 
 [Note: two regions] Exchanges take turns with two regions of the memory. A rank writes for exchange e + 2 after it has
 seen all flags of e + 1. The others set these after they have read exchange e. So each exchange needs only one wait.
@@ -18,19 +17,15 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
-from triton.language.extra.cuda import globaltimer
 
 from lightning_d9d.ops.kernels.compiling import jit
+from lightning_d9d.ops.kernels.peer_words import limit_of, polled
 from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 _NUM_WARPS = 4
 _MOST_COLUMNS = 4096
 """Columns that a program handles at a time."""
-_LOOKS_ON_CPU = 2_000_000
-"""Number of polls of the flags after which a wait ends in Triton's interpreter, which has no clock."""
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _LATE, _OVERFLOW = tl.constexpr(LATE), tl.constexpr(OVERFLOW)
 
 
@@ -43,7 +38,7 @@ def share_counts(memory: PeerMemory, counts: Tensor, plan: Tensor) -> None:
         memory.state,
         counts,
         plan,
-        _limit(memory),
+        limit_of(memory.timeout_s),
         layout.num_ranks,
         memory.rank,
         layout.counts_at,
@@ -60,7 +55,7 @@ def meet(memory: PeerMemory) -> None:
         memory.pointers,
         memory.own,
         memory.state,
-        _limit(memory),
+        limit_of(memory.timeout_s),
         num_ranks,
         memory.rank,
         RANKS=next_power_of_2(num_ranks),
@@ -205,10 +200,6 @@ def take_sums(memory: PeerMemory, places: Tensor, ranks: Tensor, sums: Tensor, w
     )
 
 
-def _limit(memory: PeerMemory) -> int:
-    return _LOOKS_ON_CPU if _INTERPRETED.value else int(memory.timeout_s * 1e9)
-
-
 def _region(memory: PeerMemory) -> tuple[int, int, int, int, int]:
     """Return the place of the first region, the length of each, the place of notes in it, and its number of rows."""
     layout = memory.layout
@@ -223,29 +214,16 @@ def _columns(matrix: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _wait(pointers, own, state, limit, num_ranks, rank, RANKS: tl.constexpr):
-    """Set this rank's flag at all others, and wait for theirs. [Note: flags]."""
+    """Set this rank's flag at all others, and wait for theirs. [Note: waits]."""
     epoch = tl.load(state) + 1
     others = tl.arange(0, RANKS)
     is_rank = others < num_ranks
     flags = tl.load(pointers + others, mask=is_rank, other=0).to(tl.pointer_type(tl.int32)) + rank
     tl.debug_barrier()
     tl.atomic_xchg(flags, tl.zeros([RANKS], tl.int32) + epoch, mask=is_rank, sem="release", scope="sys")
-    here = own.to(tl.pointer_type(tl.int32)) + others
-    waited = tl.zeros([], tl.int64)
-    begin = tl.zeros([], tl.int64)
-    if not _INTERPRETED:
-        begin += globaltimer()
     status = tl.load(state + 1)
-    if (status & _LATE) != 0:
-        waited += limit
-    missing = num_ranks
-    while (missing > 0) & (waited < limit):
-        seen = tl.atomic_add(here, tl.zeros([RANKS], tl.int32), mask=is_rank, sem="acquire", scope="sys")
-        missing = tl.sum((is_rank & (seen - epoch < 0)).to(tl.int32))
-        if _INTERPRETED:
-            waited += 1
-        else:
-            waited = globaltimer() - begin
+    here = own.to(tl.pointer_type(tl.int32)) + others
+    missing = polled(here, is_rank, epoch, (status & _LATE) != 0, limit)
     if missing > 0:
         tl.store(state + 1, status | _LATE)
     tl.store(state, epoch)
