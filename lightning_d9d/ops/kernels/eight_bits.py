@@ -279,8 +279,9 @@ def _square_code(value, scale, random):
 
 
 @triton.jit
-def _updated(p, g, m, v, step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps):
+def _updated(p, g, m, v, factors):
     """Compute a step of AdamW."""
+    step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps = factors
     g = g * unscale
     m = m + (g - m) * one_minus_beta1
     v = tl.maximum(v * beta2 + g * g * one_minus_beta2, _LEAST)
@@ -322,6 +323,7 @@ def _adamw(
     length, stride, columns = tl.load(parts + 8), tl.load(parts + 9), tl.load(parts + 10)
     step_size, inverse_root = tl.load(scalars), tl.load(scalars + 1)
     decay, unscale = tl.load(scalars + 2), tl.load(scalars + 3)
+    factors = (step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps)
     key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
     is_sliced = length < size  # the rows are parts of longer ones
     has_blocks = (first % _BLOCK == 0) & ((not is_sliced) | (stride % _BLOCK == 0))  # in the whole tensor
@@ -335,10 +337,21 @@ def _adamw(
             at = begin + near
             index = _index(at * _BLOCK, octets * 8, first, length, stride, is_sliced)
             _update_octets(
-                parameter, gradient, exp_avg, exp_avg_sq, avg_scale, sq_scale, at * _OCTETS + octets, index, key0, key1,
-                step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps,
-                WIDE_PARAMETER, WIDE_GRADIENT,
-            )  # fmt: skip
+                parameter,
+                gradient,
+                exp_avg,
+                exp_avg_sq,
+                avg_scale + at + octets // _OCTETS,
+                sq_scale + at + octets // _OCTETS,
+                at * _OCTETS + octets,
+                octets % _OCTETS == 0,
+                index,
+                key0,
+                key1,
+                factors,
+                WIDE_PARAMETER,
+                WIDE_GRADIENT,
+            )
         begin += whole
     few, places = tl.arange(0, BLOCKS // 2), tl.arange(0, _BLOCK)[None, :]
     for at in range(begin, end, BLOCKS // 2):
@@ -360,20 +373,30 @@ def _adamw(
             mask,
             is_block,
             words,
-            step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps, WIDE_PARAMETER,
-        )  # fmt: skip
+            factors,
+            WIDE_PARAMETER,
+        )
 
 
 @triton.jit
 def _update_octets(
-    parameter, gradient, exp_avg, exp_avg_sq, avg_scale, sq_scale, octet, index, key0, key1,
-    step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps,
-    WIDE_PARAMETER: tl.constexpr, WIDE_GRADIENT: tl.constexpr,
-):  # fmt: skip
-    """Update whole blocks, each in four octets. [Note: octets]."""
-    block = octet // _OCTETS
-    m_base = tl.load(avg_scale + block).to(tl.int32) << 23
-    v_base = tl.load(sq_scale + block).to(tl.int32) << 23
+    parameter,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    avg_scale,
+    sq_scale,
+    octet,
+    is_first,
+    index,
+    key0,
+    key1,
+    factors,
+    WIDE_PARAMETER: tl.constexpr,
+    WIDE_GRADIENT: tl.constexpr,
+):
+    """Update whole blocks. [Note: octets]."""
+    m_base, v_base = tl.load(avg_scale).to(tl.int32) << 23, tl.load(sq_scale).to(tl.int32) << 23
     p = _load_octet(parameter, octet, WIDE_PARAMETER)
     g = _load_octet(gradient, octet, WIDE_GRADIENT)
     exp_avg = tl.multiple_of(exp_avg.to(tl.pointer_type(tl.int64)), 8) + octet
@@ -385,21 +408,22 @@ def _update_octets(
     ps, ms, vs, random = (), (), (), ()
     for place in tl.static_range(8):
         m_code, v_code = m_codes[place // 4], v_codes[place // 4]
-        sign = m_code << 24 - 8 * (place % 4)
-        m = _average(_byte(m_code & 0x7F7F7F7F, place % 4), sign.to(tl.int32, bitcast=True), m_base)
+        sign = (m_code << 24 - 8 * (place % 4)).to(tl.int32, bitcast=True)
+        m = _average(_byte(m_code & 0x7F7F7F7F, place % 4), sign, m_base)
         v = _square(_byte(v_code, place % 4), v_base)
         random += (_mixed(words[place], p[place], g[place]),)
-        p_, m, v = _updated(p[place], g[place], m, v, step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps)
-        ps, ms, vs = ps + (p_,), ms + (m,), vs + (v,)
+        new_p, m, v = _updated(p[place], g[place], m, v, factors)
+        ps += (new_p,)
+        ms += (m,)
+        vs += (v,)
     _store_octet(parameter, octet, ps, random, WIDE_PARAMETER)
     m_largest, v_largest = tl.abs(ms[0]), _as_bits(vs[0])
     for place in tl.static_range(1, 8):
         m_largest, v_largest = tl.maximum(m_largest, tl.abs(ms[place])), tl.maximum(v_largest, _as_bits(vs[place]))
     m_scale = _scales(_largest_of_block(_as_bits(m_largest)), _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
     v_scale = _scales(_largest_of_block(v_largest), _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
-    is_first = octet % _OCTETS == 0
-    tl.store(avg_scale + block, m_scale.to(tl.uint8), mask=is_first)
-    tl.store(sq_scale + block, v_scale.to(tl.uint8), mask=is_first)
+    tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_first)
+    tl.store(sq_scale, v_scale.to(tl.uint8), mask=is_first)
     m, v = (), ()
     for place in tl.static_range(8):
         m += (_average_code(ms[place], m_scale, random[place]),)
@@ -427,14 +451,7 @@ def _update(
     mask,
     is_block,
     words,
-    step_size,
-    inverse_root,
-    decay,
-    unscale,
-    beta2,
-    one_minus_beta1,
-    one_minus_beta2,
-    eps,
+    factors,
     WIDE_PARAMETER: tl.constexpr,
 ):
     m_base = (_load(avg_scale, is_block).to(tl.int32) << 23)[:, None]
@@ -445,9 +462,7 @@ def _update(
     words = _mixed(words, p, g)
     m = _average(m_code & 127, m_code << 24, m_base)
     v = _square(_load(exp_avg_sq, mask).to(tl.int32), v_base)
-    p, m, v = _updated(
-        p, g, m, v, step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps
-    )
+    p, m, v = _updated(p, g, m, v, factors)
     _store(parameter, p, words >> 16, mask, WIDE_PARAMETER)
     m_largest, v_largest = _as_bits(tl.max(tl.abs(m), axis=1)), _as_bits(tl.max(v, axis=1))
     m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
@@ -461,4 +476,4 @@ def _update(
 @triton.jit
 def _mixed(words, p, g):
     """Add a number that depends on the element's values to its random word."""
-    return words + (g.to(tl.uint32, bitcast=True) * _SPREAD + p.to(tl.uint32, bitcast=True) * _OTHER_SPREAD)
+    return words + g.to(tl.uint32, bitcast=True) * _SPREAD + p.to(tl.uint32, bitcast=True) * _OTHER_SPREAD
