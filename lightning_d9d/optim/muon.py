@@ -7,8 +7,9 @@ take passes over memory beside the products. So the square is completed, and num
     y' = ((h + b / (2 sqrt(c)))^2 + a - b^2 / (4 c)) y
 
 The input matrices are divided by their norms. The square of a norm is the sum of the Gram matrix's diagonal. So the
-first Gram matrix is divided instead of the larger x. Tall matrices are multiplied from the right, so that nothing is
-transposed in memory.
+first Gram matrix is multiplied instead of the larger x. With a factor f of x, it is multiplied by f^(5/2), and the
+numbers on its diagonal by sqrt(f), so that the square of their sum has the other f. Tall matrices are multiplied from
+the right, so that nothing is transposed in memory.
 """
 
 from __future__ import annotations
@@ -51,18 +52,20 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     y = matrices.reshape(-1, *matrices.shape[-2:])
     for iteration in range(_ITERATIONS):  # [Note: plain products]
         gram = y.mT @ y if is_tall else y @ y.mT
-        factor: float | Tensor = 1.0
+        shift: float | Tensor = b / (2 * math.sqrt(c))
+        rest: float | Tensor = a - b * b / (4 * c)
         if iteration == 0:
-            factor = c**0.25 / (gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt() + 1e-7)[:, None, None]
-            gram.mul_(factor * factor)
-        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * math.sqrt(c)))
+            wide = torch.promote_types(gram.dtype, torch.float32)
+            norms = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True, dtype=wide).sqrt()
+            factors = c**0.25 / (norms + 1e-7)
+            gram.mul_((factors**2.5).unsqueeze(-1))
+            shift, rest = shift * factors.sqrt(), rest * factors
+        gram.diagonal(dim1=-2, dim2=-1).add_(shift)
         step = gram @ gram
-        step.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
-        if iteration == _ITERATIONS - 1:
-            factor = c**-0.25
-        if iteration in (0, _ITERATIONS - 1):
-            step.mul_(factor)
-        y = y @ step if is_tall else step @ y
+        step.diagonal(dim1=-2, dim2=-1).add_(rest)
+        last = c**-0.25 if iteration == _ITERATIONS - 1 else 1.0
+        left, right = (y, step) if is_tall else (step, y)
+        y = torch.baddbmm(y, left, right, beta=0, alpha=last)
     return y.view(matrices.shape)
 
 

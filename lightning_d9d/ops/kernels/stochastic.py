@@ -130,10 +130,18 @@ def _widened(values):
 
 
 @triton.jit
+def _raised(values, random):
+    """Add 16 random bits to the bits of values, of which the upper 16 are then the rounded bfloat16.
+
+    A NaN has payload outside the bits that are cut.
+    """
+    return values.to(tl.uint32, bitcast=True) + tl.where(tl.abs(values) <= _LARGEST, random, 0)
+
+
+@triton.jit
 def _rounded(values, random):
-    """Round to bfloat16 as 16-bit integers, by 16 random bits; a NaN has payload outside the bits that are cut."""
-    bits = values.to(tl.uint32, bitcast=True) + tl.where(tl.abs(values) <= _LARGEST, random, 0)
-    return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+    """Round to bfloat16 as 16-bit integers, by 16 random bits."""
+    return (_raised(values, random) >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
 
 
 @triton.jit
