@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.rows import ceil_div
 
+T = TypeVar("T")
 OVERFLOW, LATE = 1, 2
 """Bits of `PeerMemory.status`: more rows than fit; a rank that did not arrive in time."""
 _ALIGNMENT = 256
@@ -132,11 +133,10 @@ def allocate_peer_memory(
     On CUDA this is torch's symmetric memory, without multicast; on the CPU files in memory.
 
     Raises:
-        ConfigError: Ranks are on several hosts, or a device cannot write to another one's memory; raised on every rank.
+        ConfigError: Ranks are on several hosts, a device cannot write to another one's memory, or a buffer does not fit
+            into the memory of a rank; raised on every rank.
     """
-    problems = _each(group, _problem(group, device))
-    if found := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]:
-        raise ConfigError(f"expert_dispatch='peer' is not possible, {found[0]}; choose 'all_to_all'")
+    _refuse(unreachable(_each(group, place_of(device))))
     if device.type == "cuda":
         buffers, owner = _device_buffers(group, layout.num_bytes, device)
     else:
@@ -144,15 +144,78 @@ def allocate_peer_memory(
     return PeerMemory(buffers, group.rank(), layout, timeout_s=timeout_s, owner=owner)
 
 
+class PeerPlace(NamedTuple):
+    """The place of a rank's memory, and the devices that cannot write to each other."""
+
+    host: str
+    boot: str
+    """The number that the host's system drew when it started; hosts may have equal names."""
+    device: str
+    """The type of the rank's device, such as "cuda"."""
+    index: int
+    """The device's number among those that the rank sees."""
+    blocked: tuple[int, ...] = ()
+    """The numbers of those devices whose memory it cannot write to."""
+
+
+def place_of(device: torch.device) -> PeerPlace:
+    """Return the place of this rank's memory. Local."""
+    host, boot = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    if device.type != "cuda":
+        return PeerPlace(host, boot, device.type, 0)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    blocked = [other for other in others if not torch.cuda.can_device_access_peer(index, other)]
+    return PeerPlace(host, boot, device.type, index, tuple(blocked))
+
+
+def unreachable(places: Sequence[PeerPlace]) -> str | None:
+    """Return the first rank that cannot write to another one's memory, and why; None if all can. Local."""
+    for rank, here in enumerate(places):
+        for other, there in enumerate(places):
+            if (there.host, there.boot) != (here.host, here.boot):
+                return f"rank {rank}: rank {other} is on another host ({there.host})"
+            if there.index in here.blocked:
+                return f"rank {rank}: GPU {here.index} has no peer access to GPU {there.index}"
+    return None
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise ConfigError(f"expert_dispatch='peer' is not possible, {problem}; choose 'all_to_all'")
+
+
+def _together(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
+    """Run an action on every rank. If it fails on some rank, raise `ConfigError` on all. Collective."""
+    results, problem = [], None
+    try:
+        results.append(action())
+    except (RuntimeError, OSError) as error:
+        problem = str(error).splitlines()[0]
+    problems = _each(group, problem)
+    _refuse(next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each), None))
+    return results[0]
+
+
 def _device_buffers(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> tuple[list[Tensor], Any]:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric
 
-    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(own, group.group_name)
-    own.zero_()
-    torch.cuda.synchronize(device)
-    _each(group, None)  # nobody writes before all are zero
+    def allocate() -> Tensor:
+        try:
+            return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError:
+            torch.cuda.empty_cache()  # torch's own allocator keeps free blocks
+            return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def share() -> Any:
+        handle = symmetric.rendezvous(own, group.group_name)
+        own.zero_()
+        torch.cuda.synchronize(device)
+        return handle
+
+    own = _together(group, allocate)
+    handle = _together(group, share)  # after it all are zero, so that ranks may write
     buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
     return buffers, (own, handle)
 
@@ -161,27 +224,14 @@ def _host_buffers(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     descriptor, path = tempfile.mkstemp(prefix="lightning-d9d-", dir=folder)
     try:
-        os.truncate(descriptor, num_bytes)
-        os.close(descriptor)
+        _together(group, lambda: os.posix_fallocate(descriptor, 0, num_bytes))  # a file with holes may end in SIGBUS
         paths = _each(group, path)
         buffers = [torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in paths]
         _each(group, None)  # all have mapped it
     finally:
+        os.close(descriptor)
         Path(path).unlink()
     return buffers
-
-
-def _problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return why this rank cannot write to the memory of others; None if it can. Collective."""
-    here = (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text())
-    index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
-    for rank, (host, other) in enumerate(_each(group, (here, index))):
-        if host != here:
-            return f"rank {rank} is on another host ({host[0]})"
-        is_visible = device.type == "cuda" and other != index and other < torch.cuda.device_count()
-        if is_visible and not torch.cuda.can_device_access_peer(index, other):
-            return f"GPU {index} has no peer access to GPU {other}"
-    return None
 
 
 def _each(group: dist.ProcessGroup, value: Any) -> list[Any]:
