@@ -158,10 +158,12 @@ class FitMemory:
 
     def _replace_peers(self, available: int) -> None:
         """Send tokens by all-to-all if peer dispatch needs more memory than some rank has. Collective."""
-        needed = self.step().of(self._settings).needed
-        missing = [each for each in Ranks().all_gather(needed - available) if each > 0]
+        missing = [each for each in Ranks().all_gather(self._needed() - available) if each > 0]
         for exchange in self._exchanges if missing else ():
             exchange.replace(f"with peer dispatch a step needs {gib(max(missing))} more than a rank has")
+
+    def _needed(self) -> int:
+        return self.step().of(self._settings).needed
 
     def note(self, error: BaseException) -> None:
         """Add the contents of the memory to an error that it ran out, and settings that take less. Local."""
