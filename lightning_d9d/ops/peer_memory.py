@@ -133,8 +133,8 @@ def allocate_peer_memory(
     On CUDA this is torch's symmetric memory, without multicast; on the CPU files in memory.
 
     Raises:
-        ConfigError: Ranks are on several hosts, a device cannot write to another one's memory, or a buffer does not fit
-            into the memory of a rank; raised on every rank.
+        ConfigError: Ranks are on several hosts, a device cannot write to another one's memory, or some rank has no
+            memory for its buffer; raised on every rank.
     """
     _refuse(unreachable(_each(group, place_of(device))))
     if device.type == "cuda":

@@ -1,8 +1,8 @@
 """Chooses how tokens reach experts on other ranks, for `ParallelConfig(expert_dispatch="auto")`.
 
 [Note: which dispatch] On two H200s the whole 30B makes 13,843 tokens/s a GPU with "peer", and 13,168 with all-to-all
-(docs/benchmarks/whole-model.md). So "auto" takes "peer" where the GPUs of all experts' groups can write to each other's
-memory, and no other setting needs gradients of a batch that may be computed again. A plan and a run use this rule.
+(docs/benchmarks/whole-model.md). So "auto" takes "peer" where all GPUs with a layer's experts can write to each other's
+memory. It takes all-to-all beside settings with which a batch cannot be computed again. A plan and a run use this rule.
 """
 
 from __future__ import annotations

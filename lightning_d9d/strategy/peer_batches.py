@@ -52,7 +52,7 @@ class PeerBatches:
         all-to-all if they may.
 
         Raises:
-            ConfigError: They may not.
+            ConfigError: Gradients are accumulated, and all-to-all may not replace peer dispatch.
         """
         self._is_off = accumulated_batches > 1
         if self._is_off and not self._is_optional:
