@@ -133,8 +133,8 @@ def allocate_peer_memory(
     On CUDA this is torch's symmetric memory, without multicast; on the CPU files in memory.
 
     Raises:
-        ConfigError: Ranks are on several hosts, a device cannot write to another one's memory, or some rank has no
-            memory for its buffer; raised on every rank.
+        ConfigError: Ranks are on several hosts, a device cannot reach another one's memory, or a rank has no room for
+            its buffer; raised on every rank.
     """
     _refuse(unreachable(_each(group, place_of(device))))
     if device.type == "cuda":
@@ -152,7 +152,7 @@ class PeerPlace(NamedTuple):
     """The number that the host's system drew when it started; hosts may have equal names."""
     device: str
     """The type of the rank's device, such as "cuda"."""
-    index: int
+    gpu: int
     """The device's number among those that the rank sees."""
     blocked: tuple[int, ...] = ()
     """The numbers of those devices whose memory it cannot write to."""
@@ -175,8 +175,8 @@ def unreachable(places: Sequence[PeerPlace]) -> str | None:
         for other, there in enumerate(places):
             if (there.host, there.boot) != (here.host, here.boot):
                 return f"rank {rank}: rank {other} is on another host ({there.host})"
-            if there.index in here.blocked:
-                return f"rank {rank}: GPU {here.index} has no peer access to GPU {there.index}"
+            if there.gpu in here.blocked:
+                return f"rank {rank}: GPU {here.gpu} has no peer access to GPU {there.gpu}"
     return None
 
 

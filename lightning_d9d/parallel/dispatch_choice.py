@@ -85,6 +85,6 @@ def _obstacle(places: Sequence[PeerPlace]) -> str | None:
         return "experts are not on CUDA devices"
     if (problem := unreachable(places)) is not None:
         return problem
-    if len({each.index for each in places}) < len(places):
+    if len({each.gpu for each in places}) < len(places):
         return "ranks share a GPU, or see different GPUs under one number"
     return None

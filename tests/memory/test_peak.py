@@ -166,6 +166,7 @@ def test_room_for_copies_is_that_of_more_experts_a_token() -> None:
     assert spare.frozen_bytes is not None
     assert twelve.frozen_bytes is not None
     assert spare.frozen_bytes == twelve.frozen_bytes - notes
+    assert twelve.selective_bytes is not None
     assert spare.selective_bytes == twelve.selective_bytes - notes + twelve.dispatch_bytes  # the copies stay, too
     assert [each.row_bytes for each in spare.backward_moments] == [each.row_bytes for each in twelve.backward_moments]
 

@@ -59,7 +59,7 @@ def test_the_links_of_ranks(groups: list[list[PeerPlace]], kind: str, reason: st
 def test_settings_that_refuse_peers(options: dict[str, Any], reason: str | None) -> None:
     given = {"parallel": ParallelConfig(), "steps_in_backward": False, "accumulates_batches": False} | options
     refused = refusal(**given)
-    assert refused is reason is None or reason in (refused or "")
+    assert (refused or "nothing").startswith(reason or "nothing")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_all_ranks_take_the_same(rank: RankContext, blocked: tuple[int, ...], ki
 @pytest.mark.ranks(2)
 def test_all_groups_take_the_same(rank: RankContext) -> None:
     """Each rank is a group; that of rank 1 is on a CPU."""
+    alone: Any
     alone, _ = dist.new_subgroups(1)
     try:
         choice = agreed_dispatch(alone, place(0, device=["cuda", "cpu"][rank.rank]), None)
