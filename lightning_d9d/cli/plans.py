@@ -61,6 +61,7 @@ class _Planning(D9DCLI):
             mesh=degrees,
             schedule=schedule,
             memory=machine.allocatable,
+            gpus_per_node=machine.gpus_per_node,
         )
         costs = costs_of_length(self.model, precision)
         asynchronous = strategy.checkpoint_config.asynchronous

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_d9d.memory.spread import Part, Share
+from lightning_d9d.memory.spread import Cut, Part, Share
 from lightning_d9d.ops.linear_cross_entropy_chunks import ChunkOptions, rows_at_once
+from lightning_d9d.ops.peer_memory import PeerLayout
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.schedule.layers import LayerCosts, ModelCosts, Moment
 
@@ -31,6 +32,8 @@ class LayerOfRank:
     """The layer's index among the blocks of its stage."""
     wire_bytes: float = 0.0
     """Bytes of tokens in transit to experts of other ranks and back."""
+    peer_bytes: float = 0.0
+    """Bytes that other ranks write such tokens to, outside of torch's allocator; layers share them."""
 
     @property
     def is_recomputed(self) -> bool:
@@ -100,6 +103,8 @@ class Microbatch:
     recompute: str = "none"
     tensor_parallel: int = 1
     expert_parallel: int = 1
+    expert_capacity: float | None = None
+    """Room for copies of tokens with peer dispatch, as a multiple of an even share; None: all-to-all."""
 
     def stage(self, layers: range, shares: StageShares) -> StageOfRank:
         """Return the stage with these layers. Local."""
@@ -110,6 +115,7 @@ class Microbatch:
                 recompute=self.recompute,
                 place=place,
                 wire_bytes=self._wire(self.costs.layers[index]),
+                peer_bytes=self._peers(self.costs.layers[index], held),
             )
             for place, (index, held) in enumerate(zip(layers, shares.layers, strict=True))
         ]
@@ -131,11 +137,32 @@ class Microbatch:
             gathers = 1 if own.grouped_flops else 2
             more = gathers * (tp - 1) * own.output_bytes
             own = replace(own, activation_bytes=own.activation_bytes + more)
+        if self.expert_capacity is not None and (num_local := self._num_local(held)):
+            top_k = costs.dispatch_bytes / costs.output_bytes
+            worst = self.expert_parallel * min(1.0, num_local / top_k)
+            own = with_room(own, min(self.expert_capacity, worst) - 1)
         return own
+
+    def _num_local(self, held: Sequence[Share]) -> int:
+        """Return the number of experts that a rank has, if others are on other ranks; else 0."""
+        if self.expert_parallel == 1:
+            return 0
+        experts = (share.weight.shape[0] for share in held if share.weight.cut is Cut.EXPERTS)
+        return next(experts, 0) // self.expert_parallel
+
+    def _peers(self, costs: LayerCosts, held: Sequence[Share]) -> float:
+        """Return the bytes of the memory that other ranks write tokens to."""
+        num_local = self._num_local(held)
+        if self.expert_capacity is None or not num_local:
+            return 0.0
+        top_k = round(costs.dispatch_bytes / costs.output_bytes)
+        rows = round(self.rows * self.tokens) * min(self.expert_parallel, top_k)
+        width = round(costs.output_bytes / self.tokens)
+        return float(PeerLayout(self.expert_parallel, num_local, rows, width, top_k).num_bytes)
 
     def _wire(self, costs: LayerCosts) -> float:
         """Return the bytes of tokens sent and received: one row for each rank with experts of a token."""
-        if self.expert_parallel == 1 or not costs.dispatch_bytes:
+        if self.expert_parallel == 1 or not costs.dispatch_bytes or self.expert_capacity is not None:
             return 0.0
         num_copies = costs.dispatch_bytes / costs.output_bytes
         return 2 * min(num_copies, self.expert_parallel) * costs.output_bytes * self.rows
@@ -177,8 +204,30 @@ def scaled(costs: LayerCosts, factor: float) -> LayerCosts:
         value = getattr(costs, each.name)
         if type(value) in (int, float) and each.name not in _UNSCALED:
             values[each.name] = value * factor
-    moments = tuple(Moment(each.row_bytes * factor, each.gradient_bytes) for each in costs.backward_moments)
+    moments = tuple(
+        Moment(each.row_bytes * factor, each.gradient_bytes, each.copies_bytes * factor)
+        for each in costs.backward_moments
+    )
     return replace(costs, **values, backward_moments=moments)
+
+
+def with_room(costs: LayerCosts, spare: float) -> LayerCosts:
+    """Return the costs of a layer whose tensors of copies have spare rows, as a share of the rows in use. Local."""
+    copies, sent = spare * costs.copies_bytes, spare * costs.dispatch_bytes
+    products = max(0.0, 2 / 3 * (copies - sent))  # gate and up, of the three tensors beside the copies
+    more = {
+        "activation_bytes": copies,
+        "selective_bytes": costs.dispatch_bytes + sent + products,  # that of all-to-all keeps one row for each rank
+        "attention_bytes": copies,
+        "split_activation_bytes": copies + sent,
+        "frozen_bytes": products,
+        "forward_peak_bytes": copies + sent,
+    }
+    values = {name: None if (own := getattr(costs, name)) is None else own + value for name, value in more.items()}
+    moments = [each._replace(row_bytes=each.row_bytes + spare * each.copies_bytes) for each in costs.backward_moments]
+    largest = max(costs.dispatch_bytes, 2 / 3 * (costs.copies_bytes - costs.dispatch_bytes))
+    block = max(costs.block_bytes, (1 + spare) * largest) if costs.block_bytes else 0.0
+    return replace(costs, **values, block_bytes=block, backward_moments=tuple(moments))
 
 
 def frozen(costs: LayerCosts, *, has_adapters: bool) -> LayerCosts:
@@ -190,6 +239,7 @@ def frozen(costs: LayerCosts, *, has_adapters: bool) -> LayerCosts:
     return replace(
         costs,
         activation_bytes=kept,
+        copies_bytes=max(0.0, 2 / 3 * (costs.copies_bytes - costs.dispatch_bytes)),
         forward_peak_bytes=max(0.0, costs.forward_peak_bytes - gone),
         backward_moments=tuple(Moment(max(0.0, each.row_bytes), 0.0) for each in costs.backward_moments),
         backward_weight_flops=0.0,

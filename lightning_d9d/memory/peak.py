@@ -64,11 +64,13 @@ class PeakBytes:
     """Bytes of free blocks at the peak that large gradients cannot take. [Note: blocks that are kept apart]."""
     streams: int = 0
     """The same if FSDP2 has streams of its own: bytes of free blocks of all streams."""
+    peers: int = 0
+    """Bytes that other ranks write tokens to, outside of torch's allocator."""
 
     @property
     def total(self) -> int:
         """The sum of all that tensors take."""
-        return sum(getattr(self, each.name) for each in fields(self) if each.name not in ("apart", "streams"))
+        return sum(getattr(self, each.name) for each in fields(self) if each.name not in ("apart", "streams", "peers"))
 
 
 class LayerGradients:
@@ -147,7 +149,8 @@ def peak(
         keeps_gathered: Whether fully sharded stages stay gathered over a batch.
         constant: Bytes of workspaces.
     """
-    at_rest = PeakBytes(weights=weights, states=states, constant=constant)
+    peers = max((part.peer_bytes for stage in stages.values() for part in stage.parts), default=0.0)
+    at_rest = PeakBytes(weights=weights, states=states, constant=constant, peers=int(peers))
     return _Walk(stages, at_rest, rules, keeps_gathered).run(actions)
 
 

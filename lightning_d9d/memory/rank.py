@@ -13,6 +13,7 @@ from lightning_d9d.memory.peak import GradientRules, PeakBytes, gradients_at_end
 from lightning_d9d.memory.spread import ModelWeights, Share, Spread
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.dispatch_choice import dispatch_for, planned_places
 from lightning_d9d.schedule.actions import Action, BackwardInput, compute_parts
 from lightning_d9d.schedule.layers import ModelCosts
 from lightning_d9d.schedule.program import merge_backwards
@@ -50,6 +51,8 @@ class RankModel:
     counts_experts: bool = False
     """True if the tokens of each expert are counted over ranks, as for balancing."""
     bucket_bytes: int = 32 * 2**20
+    gpus_per_node: int = 0
+    """Consecutive ranks whose GPUs can write to each other's memory; 0 if none can. "auto" chooses a dispatch by it."""
     state_bytes: StateBytes = lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
     """Returns the bytes of the optimizer's states for a rank's part of a weight."""
 
@@ -88,7 +91,30 @@ class RankModel:
             recompute=self.parallel.recompute,
             tensor_parallel=self.mesh.tensor_parallel,
             expert_parallel=self.mesh.expert_parallel,
+            expert_capacity=self.parallel.expert_capacity if self.writes_to_peers else None,
         )
+
+    @functools.cached_property
+    def dispatch(self) -> str:
+        """How tokens reach their experts: "local", "all_to_all" or "peer"."""
+        configured, degree = self.parallel.expert_dispatch, self.mesh.expert_parallel
+        if degree == 1:
+            return "local"
+        if configured != "auto":
+            return configured
+        if not self.gpus_per_node:
+            return "all_to_all"
+        return dispatch_for(planned_places(self.mesh.world_size, degree, self.gpus_per_node), None).kind
+
+    @property
+    def writes_to_peers(self) -> bool:
+        """True if tokens are written to the memory of experts' ranks."""
+        return self.dispatch == "peer"
+
+    @property
+    def chose_peers(self) -> bool:
+        """True if "auto" took peer dispatch, which all-to-all may replace."""
+        return self.writes_to_peers and self.parallel.expert_dispatch == "auto"
 
     def spread(self) -> Spread:
         """Return the rules that place weights on ranks."""

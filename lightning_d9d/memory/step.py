@@ -42,7 +42,7 @@ class Overhead:
 
     def needed(self, peak: PeakBytes, at_least: int = 0) -> int:
         """Return the bytes that the process takes on the device, also outside of torch's allocator. Local."""
-        return self.reserved(peak, at_least) + self.outside
+        return self.reserved(peak, at_least) + self.outside + peak.peers
 
     def allocatable(self, device: int) -> int:
         """Return the most bytes that tensors can take on a device of `device` bytes. Local."""
@@ -81,7 +81,7 @@ class RankMemory:
             "gradients": peak.gradients,
             "states": peak.states if self.knows_states else None,
             "activations": peak.activations + peak.working if self.knows_activations else None,
-            "buffers": peak.gathered + peak.constant,
+            "buffers": peak.gathered + peak.constant + peak.peers,
         }
         return ", ".join(f"{name} {'unknown' if value is None else gib(value)}" for name, value in parts.items())
 

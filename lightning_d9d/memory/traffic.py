@@ -3,9 +3,10 @@
 [Note: what is sent] To gather or scatter a tensor, each of n ranks in a ring sends (n - 1)/n of it. An all-reduce sends
 twice as much. Tokens go once to each rank with some of their experts, and come back; so do their gradients. Indices and
 weights of the experts go along in float32, and gradients of the weights come back. Before that, each rank sends every
-other rank the numbers of tokens and copies in int64. Ranks of tensor parallelism gather the tokens of attention, of a
-dense MLP and of the head. They also gather the gradients of scattered tensors. They scatter as often as they gather,
-and gather some numbers of each loss.
+other rank the numbers of tokens and copies in int64. With peer dispatch these are numbers of tokens in int32, and the
+host waits for nothing. Ranks of tensor parallelism gather the tokens of attention, of a dense MLP and of the head. They
+also gather the gradients of scattered tensors. They scatter as often as they gather, and gather some numbers of each
+loss.
 
 [Note: numbers of a step] Ranks with other tokens sum the weight of the loss, in float64. With those of a pipeline they
 sum loss and weight. The square of the norm is summed over each set of ranks that share gradients, and over the
@@ -167,11 +168,7 @@ def of_layer(model: RankModel, layer: LayerOfRank, number: int) -> Iterator[Sent
     if ep > 1 and layer.costs.dispatch_bytes:
         top_k = layer.costs.dispatch_bytes / layer.costs.output_bytes
         rows = tokens * min(top_k, ep) * share_sent(ep)
-        once = rows * (hidden + 2 * top_k * _WIDE) + 2 * ep * 8 * (ep - 1)
-        back = rows * (3 * hidden + 2 * top_k * _WIDE)
-        sends = number * (back + once * (2 if again else 1))
-        messages, waits = number * (9 if again else 6), number * (2 if again else 1)
-        yield Sent("all_to_all", "tokens to experts", "ep", ep, ep, sends, messages, waits)
+        yield _to_experts(model, rows, hidden, round(top_k), number * (2 if again else 1), number)
     if tp > 1:
         times = 2 * (1 if is_sparse else 2)
         ring = number * times * tp * tokens * hidden * share_sent(tp)
@@ -179,6 +176,31 @@ def of_layer(model: RankModel, layer: LayerOfRank, number: int) -> Iterator[Sent
         yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, number * times)
     if cp > 1:
         yield from _of_context(model, layer.shares, tokens * tp, width, cp, number)
+
+
+def _to_experts(model: RankModel, rows: float, hidden: float, top_k: int, forwards: int, backwards: int) -> Sent:
+    """Return the messages that send tokens to experts of other ranks and back.
+
+    Args:
+        model: The run.
+        rows: Rows of tokens that a rank sends in a microbatch.
+        hidden: Bytes of a token.
+        top_k: The experts of a token.
+        forwards: The number of dispatches. A recomputation does not combine again.
+        backwards: The number of backwards, and of combines.
+    """
+    ep = model.mesh.expert_parallel
+    if model.writes_to_peers:
+        counts = ep * 4 * (ep - 1)  # of a rank's tokens, in int32
+        once = rows * (hidden + 2 * top_k * _WIDE) + counts
+        back = rows * (3 * hidden + top_k * _WIDE)
+        of_forward, of_backward, waits = 2, 3, 0
+    else:
+        once = rows * (hidden + 2 * top_k * _WIDE) + 2 * ep * 8 * (ep - 1)
+        back = rows * (3 * hidden + 2 * top_k * _WIDE)
+        of_forward, of_backward, waits = 3, 3, forwards
+    sends, messages = forwards * once + backwards * back, forwards * of_forward + backwards * of_backward
+    return Sent("all_to_all", "tokens to experts", "ep", ep, ep, sends, messages, waits)
 
 
 def of_head(model: RankModel, number: int) -> Iterator[Sent]:

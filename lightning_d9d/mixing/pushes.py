@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_d9d.errors import RankError
+from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mixing.flat import Flat
-from lightning_d9d.ops.peer_buffers import aligned, peer_buffers, this_host, why_no_peers
+from lightning_d9d.ops.peer_buffers import PeerPlace, aligned, peer_buffers, place_of, unreachable
 from lightning_d9d.ops.peer_words import hear, tell
 
 _FREE, _THERE = 0, 1
@@ -74,6 +74,9 @@ class Pushes:
         Args:
             flats: Buffers of one device, equal on all ranks, in the dtype of their tensors. Without any, no replica is
                 reached.
+
+        Raises:
+            ConfigError: A rank has no room for its buffer; raised on every rank.
         """
         assert self._partner is None
         self.close()
@@ -86,7 +89,12 @@ class Pushes:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._lane = torch.cuda.Stream(device)
-        self.buffers, self._owner = peer_buffers(self.group, at, device)
+        try:
+            self.buffers, self._owner = peer_buffers(self.group, at, device)
+        except ConfigError as error:
+            raise ConfigError(
+                f"no memory that replicas can copy weights into, {error}; set peer_copies=False"
+            ) from error
         self._late = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         for flat, place in self._places:
             flat.place(_part(self.buffers[self._rank], flat, place))
@@ -196,17 +204,18 @@ def reachable(mesh: MeshDomains, device: torch.device) -> Pushes | None:
     Returns:
         None without such replicas, on all ranks that would exchange weights with each other.
     """
-    hosts: dict[int, list[str]] = defaultdict(list)
-    for replica, _, host in sorted(Ranks().all_gather((mesh.replica, mesh.rank, this_host()))):
-        hosts[replica].append(host)
-    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    places: dict[int, list[PeerPlace]] = defaultdict(list)
+    for replica, _, place in sorted(Ranks().all_gather((mesh.replica, mesh.rank, place_of(device)))):
+        places[replica].append(place)
+    alike: dict[tuple[tuple[str, str], ...], list[int]] = defaultdict(list)
+    hosts = {replica: tuple((each.host, each.boot) for each in of_replica) for replica, of_replica in places.items()}
     for replica, of_replica in hosts.items():
-        alike[tuple(of_replica)].append(replica)
-    neighbours = alike[tuple(hosts[mesh.replica])]
+        alike[of_replica].append(replica)
+    neighbours = alike[hosts[mesh.replica]]
     if max(map(len, alike.values())) == 1:
         return None
     group = mesh.mixing_group([*alike.values()])
-    if len(neighbours) == 1 or why_no_peers(group, device) is not None:
+    if len(neighbours) == 1 or unreachable([places[replica][mesh.rank] for replica in neighbours]) is not None:
         return None
     return Pushes(group, neighbours, lambda: mesh.timeout_seconds or _DEFAULT_TIMEOUT_S)
 

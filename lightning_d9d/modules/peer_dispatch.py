@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.log import logger
 from lightning_d9d.modules.dispatch import AllToAllDispatch, DispatchedTokens, without_repetitions
 from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.collectives import group_named
@@ -61,6 +62,10 @@ class PeerExchange:
         """The number of copies of tokens that a rank's experts have room for."""
         self.is_off = False
         """True while tokens travel by all-to-all."""
+        self.is_optional = False
+        """True if all-to-all may replace this exchange for good, where memory does not suffice."""
+        self.is_replaced = False
+        """True if it has."""
         finalize(self, drop_peer_memory, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PeerExchange:
@@ -71,14 +76,18 @@ class PeerExchange:
         """The memory that ranks write to; None before the first forward."""
         return peer_memory(self.name) if self.num_rows else None
 
-    def prepare(self, x: Tensor, top_k: int, num_local: int) -> None:
+    def prepare(self, x: Tensor, top_k: int, num_local: int) -> bool:
         """Allocate memory for tokens, if there is none yet, or none for rows of this width.
 
         Collective if it allocates any.
+
+        Returns:
+            Whether there is memory; if not, tokens travel by all-to-all.
         """
         row_bytes = x.shape[1] * x.element_size()
-        if self.num_rows == 0 or peer_memory(self.name).layout.row_bytes < row_bytes:
+        if not self.is_replaced and (self.num_rows == 0 or peer_memory(self.name).layout.row_bytes < row_bytes):
             self._allocate(len(x), row_bytes, top_k, num_local, x.device)
+        return not self.is_replaced
 
     def failures(self) -> Tensor | None:
         """Return the flags `OVERFLOW` and `LATE`, an int32 on the device; None before the first forward."""
@@ -91,7 +100,8 @@ class PeerExchange:
             RuntimeError: A rank did not arrive in time.
         """
         memory = self.memory
-        assert memory is not None, "nothing has overflowed yet"
+        if memory is None:
+            return
         _, status, tokens, copies = memory.state.tolist()
         self.check(status)
         layout = memory.layout
@@ -103,11 +113,10 @@ class PeerExchange:
         num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * _SPARE)
         if num_tokens > layout.num_rows:
             device = memory.own.device
-            drop_peer_memory(self.name)
-            self._keep(layout._replace(num_rows=num_tokens), device)
+            self._keep(layout._replace(num_rows=num_tokens), num_rows, device)
         else:
             memory.state[1:] = 0
-        self.num_rows = num_rows
+            self.num_rows = num_rows
 
     def check(self, status: int) -> None:
         """Raise `RuntimeError` if a rank did not arrive in time."""
@@ -122,26 +131,40 @@ class PeerExchange:
         drop_peer_memory(self.name)
         self.num_rows = 0
 
+    def replace(self, reason: str) -> None:
+        """Send tokens by all-to-all from now on, and free the memory. Local; all ranks of the group call it."""
+        self.close()
+        self.is_replaced = True
+        if self.ranks[0] == dist.get_rank():
+            logger.warning("expert_dispatch='auto' takes all_to_all from now on: %s", reason)
+
     def _allocate(self, num_tokens: int, row_bytes: int, top_k: int, num_local: int, device: torch.device) -> None:
-        drop_peer_memory(self.name)
         sizes: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(sizes, num_tokens, group=group_named(self.group_name))
         most = max(1, *sizes)
         # No rank has more to send. More than that arrives only where the load is very uneven.
         layout = PeerLayout(self.num_ranks, num_local, most * min(self.num_ranks, top_k), row_bytes, top_k)
-        self._keep(layout, device)
         worst = self.num_ranks * most * min(top_k, num_local)
-        self.num_rows = min(worst, math.ceil(self.capacity * most * top_k))
+        self._keep(layout, min(worst, math.ceil(self.capacity * most * top_k)), device)
 
-    def _keep(self, layout: PeerLayout, device: torch.device) -> None:
+    def _keep(self, layout: PeerLayout, num_rows: int, device: torch.device) -> None:
+        self.close()
         group = group_named(self.group_name)
-        keep_peer_memory(self.name, allocate_peer_memory(group, layout, device, timeout_s=self.timeout_s))
+        try:
+            memory = allocate_peer_memory(group, layout, device, timeout_s=self.timeout_s)
+        except ConfigError as error:
+            if not self.is_optional:
+                raise
+            self.replace(str(error))
+            return
+        keep_peer_memory(self.name, memory)
+        self.num_rows = num_rows
 
 
 def peer_exchange(group: dist.ProcessGroup, capacity: float) -> PeerExchange:
     """Return the exchange that all layers of a group share. Local."""
     exchange = _EXCHANGES.get(group.group_name)
-    if exchange is None or exchange.capacity != capacity:
+    if exchange is None or exchange.capacity != capacity or exchange.is_replaced:
         exchange = _EXCHANGES[group.group_name] = PeerExchange(group, capacity)
     return exchange
 
@@ -185,10 +208,10 @@ class PeerDispatch:
         Raises:
             ConfigError: A rank cannot write to another rank's memory; raised on every rank, in the first call.
         """
-        if self.exchange.is_off or not torch.is_grad_enabled():
-            return self.plain.dispatch(x, indices, weights)
         exchange, num_local = self.exchange, self.num_experts // self.num_ranks
-        exchange.prepare(x, indices.shape[1], num_local)
+        is_off = exchange.is_off or not torch.is_grad_enabled()
+        if is_off or not exchange.prepare(x, indices.shape[1], num_local):
+            return self.plain.dispatch(x, indices, weights)
         triton = runs_triton(x, weights)
         ranks = without_repetitions(indices // num_local, self.num_ranks).int()
         to_ranks = sort_by_expert(ranks, self.num_ranks + 1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.peer_buffers import aligned, peer_buffers, why_no_peers
+from lightning_d9d.ops.peer_buffers import aligned, peer_buffers
 
 OVERFLOW, LATE = 1, 2
 """Bits of `PeerMemory.status`: more rows than fit; a rank that did not arrive in time."""
@@ -125,9 +125,11 @@ def allocate_peer_memory(
     """Give each rank of a group a buffer, and map all of them here. Collective over the group; the host waits.
 
     Raises:
-        ConfigError: Ranks are on several hosts, or a device cannot write to another one's memory; raised on every rank.
+        ConfigError: Ranks are on several hosts, a device cannot reach another one's memory, or a rank has no room for
+            its buffer; raised on every rank.
     """
-    if problem := why_no_peers(group, device):
-        raise ConfigError(f"expert_dispatch='peer' is not possible, {problem}; choose 'all_to_all'")
-    buffers, owner = peer_buffers(group, layout.num_bytes, device)
+    try:
+        buffers, owner = peer_buffers(group, layout.num_bytes, device)
+    except ConfigError as error:
+        raise ConfigError(f"expert_dispatch='peer' is not possible, {error}; choose 'all_to_all'") from error
     return PeerMemory(buffers, group.rank(), layout, timeout_s=timeout_s, owner=owner)

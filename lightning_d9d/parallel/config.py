@@ -45,13 +45,14 @@ class ParallelConfig:
     backward of a microbatch before the next forward. Without CUDA it changes nothing."""
 
     expert_dispatch: ExpertDispatch = "auto"
-    """How tokens are sent to experts on other ranks. "auto" is "local" if a rank has all experts, else "all_to_all".
-    With "peer" ranks of one host write into each other's memory while a D9DModule is trained, and the host does not
-    wait for sizes. It needs accumulation windows of one batch, without `step_in_backward`."""
+    """How tokens are sent to experts on other ranks. With "peer" ranks of one host write into each other's memory while
+    a D9DModule is trained, and the host does not wait for sizes. It needs accumulation windows of one batch, without
+    `step_in_backward`. "auto" is "local" if a rank has all experts. Under `D9DStrategy` it is "peer" for GPUs of one
+    host with peer access, if no other setting refuses that and memory suffices. Otherwise it is "all_to_all"."""
 
     expert_capacity: float = 1.5
-    """Room for token copies for a rank's experts, as a multiple of an even share, with `expert_dispatch="peer"`: at
-    least 1. A batch that needs more is recomputed by all-to-all, and then the memory grows."""
+    """Room for token copies for a rank's experts with peer dispatch, as a multiple of an even share, at least 1. A
+    batch that needs more is recomputed by all-to-all, and then the memory grows."""
 
     overlap_experts: bool = False
     """Send the tokens of a layer to experts on other ranks in two halves. On CUDA messages have a separate stream:

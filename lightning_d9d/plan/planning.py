@@ -17,6 +17,7 @@ from lightning_d9d.memory.spread import Part, Share, elements
 from lightning_d9d.memory.traffic import Sent, traffic
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.metrics import Convention, StepFlops
+from lightning_d9d.parallel.dispatch_choice import refusal
 from lightning_d9d.plan.machine import MachineTable, machine_of
 from lightning_d9d.plan.seconds import Timed, timed
 from lightning_d9d.schedule import Auto, ModelCosts, Schedule
@@ -106,6 +107,7 @@ class Plan:
             "schedule": type(self.model.schedule).__name__,
             "microbatches": {"number": self.model.num_microbatches, "rows": self.model.rows},
             "recompute": self.model.parallel.recompute,
+            "expert_dispatch": self.model.dispatch,
             "parameters": self.num_parameters,
             "ranks": [
                 {
@@ -181,6 +183,7 @@ def plan(
         precision=precision,
         accumulates_batches=accumulates_batches,
         memory=table.allocatable,
+        gpus_per_node=table.gpus_per_node,
     )
     return plan_of(
         model,
@@ -224,6 +227,7 @@ def rank_model(
     mesh: MeshConfig | None = None,
     schedule: Schedule | None = None,
     memory: int | None = None,
+    gpus_per_node: int = 0,
 ) -> RankModel:
     """Return the model and settings that determine memory and time. Local.
 
@@ -238,6 +242,7 @@ def rank_model(
         mesh: Replaces the strategy's mesh.
         schedule: Replaces the strategy's schedule.
         memory: Bytes that a rank may allocate, for the choice of `Auto`; None adds no cap.
+        gpus_per_node: GPUs of a node, which can write to each other's memory; 0 if none can.
 
     Raises:
         ConfigError: The mesh is impossible, or the module gives no costs.
@@ -253,11 +258,13 @@ def rank_model(
     costs = costs_of_length(module, precision)(tokens)
     check_stages(mesh, costs)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    parallel = with_dtypes(strategy.parallel, strategy.grad_sync, autocasts=precision.endswith("-mixed"))
+    in_backward, mixes = strategy.step_in_backward, strategy.mixed is not None
     settings = RunSettings(
         mesh=mesh,
-        parallel=with_dtypes(strategy.parallel, strategy.grad_sync, autocasts=precision.endswith("-mixed")),
+        parallel=parallel,
         grad_sync=strategy.grad_sync,
-        step_in_backward=strategy.step_in_backward,
+        step_in_backward=in_backward,
         accumulates_batches=accumulates_batches,
         autocasts=precision.endswith("-mixed"),
     )
@@ -268,6 +275,8 @@ def rank_model(
             "the entries of its ModuleLists, or of the classes that ParallelConfig.shard_blocks names"
         )
     check_mesh(mesh, costs, model.weights.layers)
+    if refusal(parallel, in_backward, accumulates_batches, mixes=mixes) is None:
+        model = replace(model, gpus_per_node=gpus_per_node)
     schedule = schedule or strategy.schedule
     if isinstance(schedule, Auto):
         return _chosen(model, schedule, memory)
@@ -372,6 +381,8 @@ def plan_of(
     saved = sum(w.numel * w.dtype.itemsize for w in model.weights.every)
     saved += sum(model.state_bytes(_whole(w)) for w in model.weights.every if w.is_trained)
     most = max(ranks, key=lambda each: each.needed)
+    if model.chose_peers and most.needed > machine.memory_bytes:
+        return plan_of(replace(model, gpus_per_node=0), machine, costs, asynchronous=asynchronous, clips=clips)
     return Plan(
         model=model,
         machine=machine,

@@ -60,7 +60,8 @@ def degrees(plan: Plan) -> list[tuple[str, int, str]]:
         if degree > 1:
             found.append((name, degree, plan.machine.link(span)))
     if mesh.expert_parallel > 1:
-        found.append(("expert_parallel", mesh.expert_parallel, plan.machine.link(mesh.expert_parallel)))
+        link = f"{plan.machine.link(mesh.expert_parallel)}, {plan.model.dispatch}"
+        found.append(("expert_parallel", mesh.expert_parallel, link))
     return found
 
 
@@ -102,6 +103,8 @@ def memory_rows(ranks: Sequence[RankPlan]) -> list[list[str]]:
     rows = [row for row in rows if any(cell != "0.00" for cell in row[1:])]
     rows.append(["allocated", *(gib(each.peak.total) for each in ranks)])
     rows.append(["reserved by torch", *(gib(each.reserved) for each in ranks)])
+    if any(each.peak.peers for each in ranks):
+        rows.append(["written to by other ranks", *(gib(each.peak.peers) for each in ranks)])
     rows.append(["needed of the device", *(gib(each.needed) for each in ranks)])
     return rows
 

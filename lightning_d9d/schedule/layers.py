@@ -33,6 +33,8 @@ class Moment(NamedTuple):
     """Bytes for each row; less than 0 if kept tensors have been freed."""
     gradient_bytes: float
     """Existing gradients of the layer's weights, in the dtype of the weights."""
+    copies_bytes: float = 0.0
+    """The part of `row_bytes` that has a row for each expert of a token."""
 
 
 class Messages(NamedTuple):
@@ -105,6 +107,8 @@ class LayerCosts:
     """Bytes of the layer's largest activation; 0 if unknown."""
     dispatch_bytes: float = 0.0
     """Buffer of the tokens that are sent to experts on other ranks; it is freed when they have arrived."""
+    copies_bytes: float = 0.0
+    """The part of `activation_bytes` that has a row for each expert of a token; 0 if unknown."""
     state_bytes: float | None = None
     """Bytes of weights, gradients and optimizer states that a rank keeps; None: a multiple of `weight_bytes`."""
     recomputed: str = "nothing"

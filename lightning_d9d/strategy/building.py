@@ -228,6 +228,8 @@ class TrainingParts:
     skips_nonfinite: bool
     torn: TornWeights | None
     """Records whether a step inside the backward has failed; None if steps come after it."""
+    may_replace_peers: bool = False
+    """True if all-to-all may replace peer dispatch, because "auto" chose it."""
 
     def training(self, module: L.LightningModule, optimizers: Sequence[Optimizer]) -> Training:
         """Build the training of a module. Local.
@@ -299,7 +301,7 @@ class TrainingParts:
                 "ParallelConfig.expert_dispatch='peer' with step_in_backward=True: a batch whose tokens do not fit is "
                 "computed again, with the same weights. Leave out one of them"
             )
-        return PeerBatches(module, self.ranks.device)
+        return PeerBatches(module, self.ranks.device, is_optional=self.may_replace_peers)
 
     def _memory(
         self, module: L.LightningModule, optimizers: Sequence[Optimizer], gradients: GradientSync, **options: Any
@@ -314,6 +316,7 @@ class TrainingParts:
             grad_sync=self.grad_sync,
             steps_in_backward=self.torn is not None,
             activation_dtype=torch.bfloat16 if autocasts else self.parallel.dtypes[0],
+            may_replace_peers=self.may_replace_peers,
             **options,
         )
 

@@ -104,9 +104,9 @@ def _expert_ranks(beside: Beside) -> str | None:
 def _peer_dispatch(beside: Beside) -> str | None:
     if (missing := _expert_ranks(beside)) is not None:
         return missing
-    if beside.parallel.expert_dispatch == "peer":
+    if beside.parallel.expert_dispatch in ("auto", "peer"):
         return None
-    return "tokens do not travel through memory of a limited size; set ParallelConfig.expert_dispatch='peer'"
+    return "tokens do not travel through memory of a limited size; set ParallelConfig.expert_dispatch='peer' or 'auto'"
 
 
 NEEDS: dict[str, Callable[[Beside], str | None]] = {

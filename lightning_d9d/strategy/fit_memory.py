@@ -22,6 +22,7 @@ from lightning_d9d.memory.peak import GradientRules
 from lightning_d9d.memory.step import gib
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.sharding import local
+from lightning_d9d.modules.peer_dispatch import PeerExchange, peer_exchanges
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.fsdp import parameter_groups
@@ -87,6 +88,7 @@ class FitMemory:
         check_in_backward: Raises `ConfigError` if they cannot; None if they never can.
         activation_dtype: The dtype of activations; None uses that of the parameters.
         keeps_gathered: Whether fully sharded stages stay gathered over a batch.
+        may_replace_peers: Whether tokens travel by all-to-all if memory for peer dispatch does not fit.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class FitMemory:
         check_in_backward: Callable[[], None] | None = None,
         activation_dtype: torch.dtype | None = None,
         keeps_gathered: bool = False,
+        may_replace_peers: bool = False,
     ) -> None:
+        self._may_replace_peers = may_replace_peers
         self._module = module
         self._optimizers = optimizers
         self._gradients = gradients
@@ -141,6 +145,8 @@ class FitMemory:
             return
         if shape is not None:
             self._settings = replace(self._settings, num_rows=shape.rows)
+        if self._may_replace_peers and self.num_rows is not None:
+            self._replace_peers(self._available)
         note = None
         with Ranks().agreed("the fit cannot begin"):
             step = self._step = self.step()
@@ -149,6 +155,15 @@ class FitMemory:
         if note is not None and not self._has_noted:
             self._has_noted = True
             say(self._module.trainer, note)
+
+    def _replace_peers(self, available: int) -> None:
+        """Send tokens by all-to-all if peer dispatch needs more memory than some rank has. Collective."""
+        missing = [each for each in Ranks().all_gather(self._needed() - available) if each > 0]
+        for exchange in self._exchanges if missing else ():
+            exchange.replace(f"with peer dispatch a step needs {gib(max(missing))} more than a rank has")
+
+    def _needed(self) -> int:
+        return self.step().of(self._settings).needed
 
     def note(self, error: BaseException) -> None:
         """Add the contents of the memory to an error that it ran out, and settings that take less. Local."""
@@ -221,6 +236,11 @@ class FitMemory:
         return [*self._parameters, *self._module.buffers()]
 
     @property
+    def _exchanges(self) -> list[PeerExchange]:
+        """The memory through which tokens reach experts of other ranks, if they do."""
+        return [each for each in peer_exchanges([self._module]) if not each.is_replaced]
+
+    @property
     def _can_step_in_backward(self) -> bool:
         if self._check_in_backward is None:
             return False
@@ -275,6 +295,7 @@ class FitMemory:
                 rows=1 / slices,
                 tensor_parallel=slices,
                 expert_parallel=1 if mesh is None else mesh.config.expert_parallel,
+                expert_capacity=next((each.capacity for each in self._exchanges), None),
             ),
             stages=stages,
             actions=pipeline.program(shape.num_microbatches),

@@ -31,12 +31,16 @@ class PeerBatches:
     Args:
         module: Module with its stages built.
         device: Device of this rank.
+        is_optional: Whether all-to-all may replace peer dispatch, for a batch or for good.
     """
 
-    def __init__(self, module: D9DModule, device: torch.device) -> None:
+    def __init__(self, module: D9DModule, device: torch.device, *, is_optional: bool = False) -> None:
         self.num_repeated = 0
         """How many batches were computed again."""
+        self._is_optional, self._is_off = is_optional, False
         self._exchanges = peer_exchanges(module.indexed_stages.values())
+        for exchange in self._exchanges:
+            exchange.is_optional = is_optional
         self._counters = [part.tokens_per_expert for part in module.modules() if isinstance(part, ExpertBalance)]
         self._counted: list[Tensor] = []
         self._device = device
@@ -44,15 +48,21 @@ class PeerBatches:
     def begin(self, accumulated_batches: int) -> None:
         """Begin a batch. Local.
 
+        Gradients of several batches are summed, so those of one cannot be dropped. Tokens of such a batch travel by
+        all-to-all if they may.
+
         Raises:
-            ConfigError: Gradients of several batches are summed, so those of one cannot be dropped.
+            ConfigError: Gradients are accumulated, and all-to-all may not replace peer dispatch.
         """
-        if accumulated_batches > 1:
+        self._is_off = accumulated_batches > 1
+        if self._is_off and not self._is_optional:
             raise ConfigError(
                 f"ParallelConfig.expert_dispatch='peer' with accumulate_grad_batches={accumulated_batches}: a batch "
                 "whose tokens do not fit is computed again without its gradients. Use larger batches and "
                 "D9DStrategy(microbatch_size=...), or 'all_to_all'"
             )
+        for exchange in self._exchanges:
+            exchange.is_off = self._is_off
         self._counted = [counter.clone() for counter in self._counters]
 
     def overflowed(self) -> bool:
@@ -61,6 +71,8 @@ class PeerBatches:
         Raises:
             RuntimeError: A rank did not write its tokens in time.
         """
+        if self._is_off:
+            return False
         flags = torch.zeros(2, dtype=torch.int32, device=self._device)
         for exchange in self._exchanges:
             if (failures := exchange.failures()) is not None:

@@ -151,6 +151,7 @@ class SetupMemory:
             keeps_gathered=self._parallel.keeps_gathered(
                 num_stages=module.pipeline.num_ranks, is_one_microbatch=self._count.is_one
             ),
+            may_replace_peers=self._settings["parallel"].expert_dispatch != self._parallel.expert_dispatch == "peer",
         )
 
     @staticmethod

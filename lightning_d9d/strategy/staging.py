@@ -6,16 +6,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_d9d.errors import ConfigError, printable
+from lightning_d9d.loop.display import say
 from lightning_d9d.mesh import Axis, MeshDomains
+from lightning_d9d.ops.peer_buffers import place_of
 from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.parallel.dispatch_choice import DispatchChoice, agreed_dispatch, refusal
 from lightning_d9d.parallel.expert import are_units
 from lightning_d9d.pipeline.microbatch import MicrobatchCount
 from lightning_d9d.schedule import Auto, Choice, Schedule
 from lightning_d9d.strategy.auto import CHOICE, saved_choice
+from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.sync.buckets import GradSyncConfig
@@ -83,6 +89,8 @@ class Staging:
         self.pipeline: Pipeline | None = None
         self.choice: Choice | None = None
         """The choice of `Auto`, for this run or the one before."""
+        self.dispatch: DispatchChoice | None = None
+        """The choice of `expert_dispatch="auto"` for this run; None if there is nothing to choose."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Staging:
         """Return this object: groups of ranks belong to one run, and copies of its Trainer share them."""
@@ -121,14 +129,52 @@ class Staging:
         rank_zero_info(printable(f"resuming with the schedule of the checkpoint:\n{saved}"))
         return self._take(self.schedule, saved, pipeline.mesh, pipeline.device)
 
+    def choose_dispatch(
+        self,
+        module: L.LightningModule,
+        ranks: JobRanks,
+        parallel: ParallelConfig,
+        steps_in_backward: bool,
+        *,
+        mixes: bool,
+    ) -> None:
+        """Choose for `expert_dispatch="auto"` how tokens reach experts on other ranks, and log it. Collective.
+
+        Args:
+            module: A module that is attached to a Trainer.
+            ranks: The ranks of the job, with the groups of experts.
+            parallel: The user's configuration.
+            steps_in_backward: Whether updates run inside of the backward.
+            mixes: Whether replicas mix their weights.
+        """
+        self.dispatch = None
+        is_free = parallel.expert_dispatch == "auto" and isinstance(module, D9DModule)
+        if ranks.mesh_of_several is None or not is_free or ranks.size(Axis.EP_SHARD) == 1:
+            return
+        trainer: Any = module.trainer
+        refused = refusal(parallel, steps_in_backward, trainer.accumulate_grad_batches > 1, mixes=mixes)
+        group = ranks.mesh.group(Axis.EP_SHARD, lane="moe")
+        self.dispatch = agreed_dispatch(group, place_of(ranks.device), refused)
+        if trainer.state.fn == TrainerFn.FITTING:
+            say(trainer, str(self.dispatch))
+
+    @property
+    def chose_peers(self) -> bool:
+        """True if "auto" took peer dispatch, which all-to-all may replace."""
+        return self.dispatch is not None and self.dispatch.kind == "peer"
+
+    def in_effect(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Return the configuration with the chosen dispatch. Local."""
+        return parallel if self.dispatch is None else replace(parallel, expert_dispatch=self.dispatch.kind)
+
     @property
     def saved(self) -> dict[str, Any]:
         """The entries for a checkpoint."""
         return {} if self.choice is None else {CHOICE: self.choice.to_dict()}
 
     def close(self) -> None:
-        """Forget the pipeline, and remember the choice. Local."""
-        self.pipeline = None
+        """Forget the pipeline and the dispatch, and remember the choice of `Auto`. Local."""
+        self.pipeline = self.dispatch = None
 
     def _take(self, auto: Auto, choice: Choice, mesh: MeshDomains | None, device: torch.device) -> Pipeline:
         self.choice = choice

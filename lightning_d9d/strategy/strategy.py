@@ -215,9 +215,9 @@ class D9DStrategy(SaveHooks):
 
     @property
     def parallel_in_effect(self) -> ParallelConfig:
-        """The configuration with the dtypes that follow from precision and `grad_sync`."""
+        """The configuration with the chosen dispatch, and dtypes that follow from precision and `grad_sync`."""
         autocasts = isinstance(self.precision_plugin, MixedPrecision) and isinstance(self.lightning_module, D9DModule)
-        return with_dtypes(self.parallel, self.grad_sync, autocasts=autocasts)
+        return self.staging.in_effect(with_dtypes(self.parallel, self.grad_sync, autocasts=autocasts))
 
     @property
     def _attached(self) -> L.LightningModule:
@@ -265,13 +265,14 @@ class D9DStrategy(SaveHooks):
             leave_samplers(patches, trainer)
         self._kernels.enter_context(using_kernels(self.parallel.kernels))
         self._kernels.enter_context(using_grouped_gemm(self.parallel.grouped_gemm))
-        mesh, parallel = self.mesh_config.resolve(self.world_size), self.parallel_in_effect
+        mesh = self.mesh_config.resolve(self.world_size)
         beside = Beside(module, self.mesh_config, mesh, self.parallel)
         check_run(self.settings(), D9DStrategy().settings(), beside, self.precision_plugin)
-        open_groups(self.ranks, parallel)
-        has_stages = isinstance(module, D9DModule) and len(module.stages) > 0
         several, in_backward = trainer.accumulate_grad_batches > 1, self.step_in_backward
-        run = RunSettings(mesh, parallel, self.grad_sync, in_backward, several)
+        open_groups(self.ranks, self.parallel_in_effect)
+        self.staging.choose_dispatch(module, self.ranks, self.parallel, in_backward, mixes=self.mixed is not None)
+        has_stages = isinstance(module, D9DModule) and len(module.stages) > 0
+        run = RunSettings(mesh, self.parallel_in_effect, self.grad_sync, in_backward, several)
         select = functools.partial(choose_for, module, self.precision_plugin, self.root_device, run)
         self.staging.begin(self.ranks.mesh_of_several, self.root_device, select, keeps=has_stages)
         self._tell_module()
@@ -336,7 +337,8 @@ class D9DStrategy(SaveHooks):
         if self._is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             run = patches, self.ranks, self._rank_model, self._evaluation, self.parallel_in_effect, self.grad_sync
-            parts = TrainingParts(*run, self.precision_plugin, self.skip_nonfinite, self._checkpoints.torn)
+            is_chosen = self.staging.chose_peers
+            parts = TrainingParts(*run, self.precision_plugin, self.skip_nonfinite, self._checkpoints.torn, is_chosen)
             training = self._training = parts.training(module, self.optimizers)
             self._optimizer_step = training.optimizer_step
             self._update_gradients()

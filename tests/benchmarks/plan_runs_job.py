@@ -175,12 +175,13 @@ def module_of(run: Run, is_quick: bool) -> Qwen3MoePretraining:
 
 
 def strategy_of(run: Run) -> D9DStrategy:
-    """Return the strategy of a run."""
+    """Return the strategy of a run. Tokens travel by all-to-all, as when the runs were measured."""
+    dispatch = "all_to_all" if run.mesh.get("expert_parallel", 1) > 1 else "auto"
     return D9DStrategy(
         mesh=MeshConfig(**run.mesh),
         schedule=run.schedule,
         num_microbatches=run.microbatches if run.microbatches > 1 else None,
-        parallel=ParallelConfig(recompute=run.recompute),
+        parallel=ParallelConfig(recompute=run.recompute, expert_dispatch=dispatch),
         grad_sync=GradSyncConfig(dtype=run.sums or "auto"),  # type: ignore[arg-type]
         step_in_backward=run.in_backward,
     )

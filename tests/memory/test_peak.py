@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_d9d.memory.layers import Microbatch, StageShares
+from lightning_d9d.memory import GPU_OVERHEAD
+from lightning_d9d.memory.layers import Microbatch, StageShares, scaled, with_room
 from lightning_d9d.memory.peak import GradientRules, PeakBytes, peak
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.spread import Part, Share, Weight, weights_of
@@ -150,6 +151,40 @@ def test_tokens_are_gathered_over_tensor_ranks() -> None:
     shares = StageShares([(), ()])
     assert plain.stage(range(2), shares).layers[0].costs.activation_bytes == 100
     assert cut.stage(range(2), shares).layers[0].costs.activation_bytes == 50 + 2 * 5
+
+
+def test_room_for_copies_is_that_of_more_experts_a_token() -> None:
+    """A half of rows to spare takes what four more experts do beside eight, but for their numbers and weights."""
+    eight, twelve = (
+        model_costs(dataclasses.replace(SPARSE, num_experts_per_tok=number), 4096).layers[0] for number in (8, 12)
+    )
+    spare, notes = with_room(eight, 0.5), 4096 * 20 * 4
+    for name in ("activation_bytes", "attention_bytes", "forward_peak_bytes"):
+        assert getattr(spare, name) == getattr(twelve, name) - notes
+    for name in ("split_activation_bytes", "block_bytes"):
+        assert getattr(spare, name) == getattr(twelve, name)
+    assert spare.frozen_bytes is not None
+    assert twelve.frozen_bytes is not None
+    assert spare.frozen_bytes == twelve.frozen_bytes - notes
+    assert twelve.selective_bytes is not None
+    assert spare.selective_bytes == twelve.selective_bytes - notes + twelve.dispatch_bytes  # the copies stay, too
+    assert [each.row_bytes for each in spare.backward_moments] == [each.row_bytes for each in twelve.backward_moments]
+
+
+def test_memory_that_peers_write_to() -> None:
+    """Two ranks of 16,384 tokens in bfloat16: twice 32,768 rows, with eight weights and numbers of experts each."""
+    parallel = ParallelConfig(expert_dispatch="peer", expert_capacity=4.0)
+    mesh = MeshConfig(data_parallel_replicate=2, expert_parallel=2)
+    model = dataclasses.replace(planned(SPARSE, 4, 4096, mesh=mesh), parallel=parallel)
+    (stage,) = model.stages(0, model.spread()).values()
+    layer, found = stage.layers[0], model.peak(0)
+    rows = 2 * 32768 * (4096 + 8 * (8 + 4))
+    assert rows <= found.peers == layer.peer_bytes <= rows + 2048
+    assert layer.wire_bytes == 0
+    whole = with_room(scaled(model.costs.layers[0], 4), 1.0)  # all tokens of both ranks are twice an even share
+    assert layer.costs.activation_bytes == whole.activation_bytes
+    assert GPU_OVERHEAD.needed(found) == GPU_OVERHEAD.needed(dataclasses.replace(found, peers=0)) + found.peers
+    assert dataclasses.replace(model, parallel=ParallelConfig()).peak(0).peers == 0
 
 
 def test_tokens_on_their_way_to_experts() -> None:

@@ -1,7 +1,9 @@
 """Experts on other ranks, whose memory tokens are written to: the numbers of one process, and of all-to-all."""
 
+import resource
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -221,6 +223,29 @@ def test_a_rank_on_another_host_is_refused_on_every_rank(rank: RankContext) -> N
         with pytest.raises(ConfigError, match=match):
             run(dispatch, experts, own)
     assert dispatch.exchange.memory is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_optional", [True, False], ids=["chosen", "configured"])
+def test_memory_that_a_rank_does_not_have(rank: RankContext, is_optional: bool) -> None:
+    """Files of rank 1 may have 16 MiB. Both ranks take all-to-all instead, if they may, or both refuse."""
+    dispatch = PeerDispatch(NUM_EXPERTS, rank.group)
+    dispatch.exchange.is_optional = is_optional
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    refused = pytest.raises(ConfigError, match=r"rank 1: .*File too large; choose 'all_to_all'")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**24 if rank.rank == 1 else before[0], before[1]))
+    try:
+        with nullcontext() if is_optional else refused:
+            assert not dispatch.exchange.prepare(torch.empty(1, 2**22), 2, NUM_EXPERTS // 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert dispatch.exchange.memory is None
+    if is_optional:
+        mesh = init_device_mesh(rank.device.type, (2,))
+        experts, own = shard(make_experts(), mesh), on_device(make_tokens(rank.rank, "natural", 2), rank)
+        expected = run(AllToAllDispatch(NUM_EXPERTS, rank.group), experts, own)
+        for name, value in run(dispatch, experts, own).items():
+            assert_bitwise_equal(name, value, expected[name])
 
 
 @pytest.mark.ranks(2)

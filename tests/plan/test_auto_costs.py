@@ -26,7 +26,8 @@ CASES: dict[str, tuple[dict[str, int], str]] = {
 
 def planned(name: str, auto: Auto) -> Any:
     degrees, recompute = CASES[name]
-    strategy = D9DStrategy(mesh=MeshConfig(**degrees), schedule=auto, parallel=ParallelConfig(recompute=recompute))
+    parallel = ParallelConfig(recompute=recompute, expert_dispatch="peer")
+    strategy = D9DStrategy(mesh=MeshConfig(**degrees), schedule=auto, parallel=parallel)
     module = Qwen3MoePretraining(preset="30b-a3b")
     return plan(module, strategy, 8, MACHINE, rows=ROWS, tokens=TOKENS)
 

@@ -23,7 +23,7 @@ def planned(ranks: int, rows: int, microbatches: int, recompute: str, experts: i
 
 @pytest.mark.parametrize(
     ("ranks", "rows", "microbatches", "recompute", "published", "error"),
-    [(8, 64, 16, "full", 12040, -0.218), (8, 4, 1, "full", 11340, -0.203), (16, 64, 64, "none", 13000, -0.514)],
+    [(8, 64, 16, "full", 12040, -0.103), (8, 4, 1, "full", 11340, -0.090), (16, 64, 64, "none", 13000, -0.514)],
 )
 def test_the_table_is_that_of_the_plans(
     ranks: int, rows: int, microbatches: int, recompute: str, published: float, error: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -243,3 +244,14 @@ def test_meshes_that_train_as_one_process_are_taken() -> None:
         check_effects(
             strategy.settings(), D9DStrategy().settings(), Beside(Staged(), case.config, degrees, case.parallel)
         )
+
+
+def test_a_capacity_needs_memory_of_peers() -> None:
+    """It has an effect where "auto" may take peer dispatch."""
+    mesh = MeshConfig(data_parallel_replicate=2, expert_parallel=2)
+    for dispatch in ("auto", "peer", "all_to_all"):
+        parallel = ParallelConfig(expert_dispatch=dispatch, expert_capacity=2.0)  # type: ignore[arg-type]
+        given = D9DStrategy(mesh=mesh, parallel=parallel).settings(), D9DStrategy().settings()
+        refused = pytest.raises(ConfigError, match="'peer' or 'auto', or leave")
+        with refused if dispatch == "all_to_all" else nullcontext():
+            check_effects(*given, Beside(Staged(), mesh, mesh, parallel))

@@ -104,12 +104,14 @@ def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int,
     down = bytes_per_element * (config.num_experts if is_sparse else 1) * inner * hidden
     if is_sparse:
         # the gradient of copies, and of what goes into `down`; then that of gate and up, of copies, and both gradients
-        moments = (Moment(tokens * (copied + wide), down), Moment(tokens * (copied - wide), 3 * down))
+        both = (copied + wide, down), (copied - wide, 3 * down)
+        moments = tuple(Moment(tokens * of_copies, weights, tokens * of_copies) for of_copies, weights in both)
     else:
         moments = (Moment(tokens * 2 * wide, down), Moment(tokens * (hidden - wide), 2 * down))
     rest = tokens * (2 * hidden + copied + 3 * wide + 3 * shared + gated)
     # Gradients of the result of attention, of queries, keys and values, beside those of the layer's output.
-    moments += (Moment(tokens * (hidden + 2 * queries + 2 * keys) - rest, 3 * down),)
+    freed = tokens * (copied + 3 * wide) if is_sparse else 0
+    moments += (Moment(tokens * (hidden + 2 * queries + 2 * keys) - rest, 3 * down, -freed),)
     return LayerCosts(
         forward_flops=2 * sequence_length * products + attention,
         backward_input_flops=2 * sequence_length * products + ATTENTION_BACKWARD * attention,
@@ -124,6 +126,7 @@ def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int,
         output_bytes=tokens * hidden,
         block_bytes=tokens * max(hidden, copied, 2 * wide, queries),
         dispatch_bytes=tokens * copied,
+        copies_bytes=freed,
         forward_peak_bytes=tokens * (kept + (copied if is_sparse else 0) + hidden) + notes,
         backward_moments=moments,
         frozen_bytes=tokens * (2 * hidden + 3 * queries + 3 * keys + 2 * wide + 2 * shared + gated) + notes,
