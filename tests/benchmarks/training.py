@@ -11,6 +11,7 @@ degrees alone.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -167,10 +168,10 @@ def fitting(work: Work, ways: Iterable[Way]) -> Work:
 
 def fitting_into(memory_bytes: int, work: Work, ways: Iterable[Way]) -> Work:
     """The same with as many layers as fit on GPUs of this size; at least 1."""
-    ways = list(ways)
-    most = work.config.num_hidden_layers
-    each = [replace(work, config=replace(work.config, num_hidden_layers=n)) for n in range(most, 0, -1)]
-    return next((some for some in each if needed_bytes(some, ways) <= MEMORY_SHARE * memory_bytes), each[-1])
+    ways, numbers = list(ways), range(1, work.config.num_hidden_layers + 1)
+    each = [replace(work, config=replace(work.config, num_hidden_layers=number)) for number in numbers]
+    fitting = bisect_right(each, MEMORY_SHARE * memory_bytes, key=lambda some: needed_bytes(some, ways))
+    return each[max(fitting, 1) - 1]
 
 
 def needed_bytes(work: Work, ways: Iterable[Way]) -> int:
