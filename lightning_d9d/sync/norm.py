@@ -27,8 +27,10 @@ from lightning_d9d.mesh.sharding import Sharding, local, sharding_of
 from lightning_d9d.waits import waiting
 
 _LARGE = 2**20
-"""Elements of a gradient whose norm has a launch of its own. On an H200 it reads large tensors in bfloat16 at 3.5 TB/s,
-and a norm of many tensors in one launch at 2.2 TB/s."""
+"""Elements of a gradient whose norm is that of the norms of its rows.
+
+On an H200 this reads large tensors in bfloat16 at 3.1 TB/s, and one launch for many tensors at 2.2 TB/s. On a CPU,
+torch's sum over a million numbers in float32 is off by 3e-5, and sums over rows by 4e-9."""
 
 
 class SquaredNorms(dict[Sharding | None, Tensor]):
@@ -201,7 +203,9 @@ def _local_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
         large, small = [], []
         for gradient in same_type:
             (large if gradient.numel() >= _LARGE else small).append(gradient)
-        norms += [torch.linalg.vector_norm(gradient, norm_type, dtype=wide) for gradient in large]
+        for gradient in large:
+            of_rows = torch.linalg.vector_norm(gradient, norm_type, dim=-1, dtype=wide)
+            norms.append(torch.linalg.vector_norm(of_rows, norm_type))
         norms += torch._foreach_norm(small, norm_type, dtype=wide) if small else []
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)

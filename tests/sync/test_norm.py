@@ -203,7 +203,7 @@ def test_dtypes_mix(norm_type: float) -> None:
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_large_and_small_gradients_in_bfloat16(norm_type: float) -> None:
-    """Large ones have a launch each."""
+    """The norms of large ones are those of the norms of their rows."""
     sizes = [(1024, 1024), (7,), (2, 1024, 513), (1,)]
     parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
     for parameter in parameters:
