@@ -360,7 +360,7 @@ MUTATIONS = [
     Mutation(
         "weights change before they have left",
         "lightning_d9d/mixing/mixer.py",
-        "                self._pushes.settle()",
+        "                message.settle()",
         "                pass",
         "tests/mixing/test_pushes.py -k they_have_left",
     ),
