@@ -351,6 +351,20 @@ MUTATIONS = [
         "tests/loop/test_uneven_data.py -k without_a_word",
     ),
     Mutation(
+        "weights are copied before the partner has mixed the earlier ones",
+        "lightning_d9d/mixing/pushes.py",
+        "        self._hear(partner, _FREE)",
+        "        pass",
+        "tests/mixing/test_pushes.py -k ahead",
+    ),
+    Mutation(
+        "weights change before they have left",
+        "lightning_d9d/mixing/mixer.py",
+        "                message.settle()",
+        "                pass",
+        "tests/mixing/test_pushes.py -k they_have_left",
+    ),
+    Mutation(
         "what a run replaced stays on its Trainer",
         "lightning_d9d/loop/patches.py",
         "self._undo.close()",

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_d9d import D9DModule, D9DStrategy, MeshConfig, TimeoutConfig
+from lightning_d9d.mixing import ReplicaMixing
 from tests.strategy.pipelined import Pipelined, token_rows
 from tests.strategy.plain import Plain, rows, trainer
 from tests.strategy.staged import Staged, staged_rows
@@ -53,7 +54,7 @@ class Kind:
     num_stages: int = 1
     """Each on a rank of its own; in one process there is one."""
     precision: Any = "32-true"
-    replicate_sync: str = "all_reduce"
+    replicate_sync: str | ReplicaMixing = "all_reduce"
 
 
 class Quiet(Plain):
@@ -71,6 +72,7 @@ MODULES = {
     "staged": Kind(Staged, lambda count: staged_rows(count, ignored_every=None)),
     "pipelined": Kind(Pipelined, token_rows, num_stages=2, precision="64-true"),
     "mixed": Kind(Quiet, rows, replicate_sync="one_peer_exp"),
+    "mixed by copies": Kind(Quiet, rows, replicate_sync=ReplicaMixing(peer_copies=True)),
 }
 
 
