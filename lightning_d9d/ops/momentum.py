@@ -1,4 +1,4 @@
-"""Muon's two passes over memory beside its products: momentum, and the step of the weights."""
+"""Muon's passes over memory beside its products: momentum, scaling, and the step of the weights."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ def momentum_direction_(average: Tensor, gradient: Tensor, decay: float, dtype: 
         return direction
     average.mul_(decay).add_(gradient)
     return direction.copy_((average * decay).add_(gradient))
+
+
+def scale_(matrices: Tensor, factors: Tensor) -> None:
+    """Multiply each matrix of a stack by its own number. Local.
+
+    Args:
+        matrices: Matrices `[matrices, rows, columns]`; overwritten.
+        factors: Numbers `[matrices]`, in a dtype that is not narrower. Products are computed in it, and rounded once.
+    """
+    if not (runs_triton(matrices, factors) and matrices.is_contiguous() and matrices.numel()):
+        matrices.mul_(factors[:, None, None])
+        return
+    from lightning_d9d.ops.kernels import momentum as kernels
+
+    kernels.scale(matrices, factors.contiguous())
 
 
 def descend_(

@@ -25,7 +25,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.sharding import local, local_ranges, sharding_of
-from lightning_d9d.ops.momentum import descend_, momentum_direction_
+from lightning_d9d.ops.momentum import descend_, momentum_direction_, scale_
 from lightning_d9d.optim.whole_matrices import is_whole, on_whole_matrices
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -58,7 +58,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
             wide = torch.promote_types(gram.dtype, torch.float32)
             norms = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True, dtype=wide).sqrt()
             factors = c**0.25 / (norms + 1e-7)
-            gram.mul_((factors**2.5).unsqueeze(-1))
+            scale_(gram, factors[:, 0] ** 2.5)
             shift, rest = shift * factors.sqrt(), rest * factors
         gram.diagonal(dim1=-2, dim2=-1).add_(shift)
         step = gram @ gram

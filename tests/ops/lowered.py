@@ -102,7 +102,7 @@ def run_others(dtype: torch.dtype, head_dims: Sequence[int], adapter_ranks: Sequ
     """Call the ops and kernels that have none, or other variants of them."""
     from lightning_d9d import ops
     from lightning_d9d.ops.backend import using_kernels
-    from lightning_d9d.ops.momentum import descend_, momentum_direction_
+    from lightning_d9d.ops.momentum import descend_, momentum_direction_, scale_
 
     def rows(*shape: int) -> Tensor:
         return torch.ones(*shape, dtype=dtype, requires_grad=True)
@@ -127,6 +127,7 @@ def run_others(dtype: torch.dtype, head_dims: Sequence[int], adapter_ranks: Sequ
             down.sum().backward()
         direction = momentum_direction_(torch.ones(TOKENS), rows(TOKENS).detach(), 0.9, dtype)
         descend_(torch.ones(TOKENS, dtype=torch.bfloat16), direction, 0.9, 0.1, 1)
+        scale_(rows(EXPERTS, WIDTH, WIDTH).detach(), torch.ones(EXPERTS))
     run_thin_products(dtype)
     run_moves(dtype)
 

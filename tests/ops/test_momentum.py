@@ -7,7 +7,7 @@ import torch
 
 from lightning_d9d.ops import round_stochastic_
 from lightning_d9d.ops.backend import using_kernels
-from lightning_d9d.ops.momentum import descend_, momentum_direction_
+from lightning_d9d.ops.momentum import descend_, momentum_direction_, scale_
 from tests.harness.compare import assert_bitwise_equal
 from tests.ops.grid import DEVICES, laid_out
 
@@ -41,6 +41,23 @@ def test_momentum_of_the_kernel_equals_the_reference(shape: tuple[int, ...], lay
             direction = momentum_direction_(average, gradient.to(device), 0.95, out)
         assert_bitwise_equal("average", average, expected_average)
         assert_bitwise_equal("direction", direction, expected)
+
+
+@DEVICES
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (2, 48, 64), (4, 0, 3)])
+def test_each_matrix_is_multiplied_by_its_own_number(shape: tuple[int, int, int], device: str) -> None:
+    narrow = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no bfloat16
+    factors = drawn(shape[0], seed=1)
+    for dtype in (torch.float32, narrow):
+        matrices = drawn(*shape, seed=0).to(dtype)
+        expected = torch.stack(
+            [(each.float() * factor).to(dtype) for each, factor in zip(matrices, factors, strict=True)]
+        )
+        for kernels in ("torch", "triton"):
+            scaled = matrices.to(device, copy=True)
+            with using_kernels(kernels):
+                scale_(scaled, factors.to(device))
+            assert_bitwise_equal(kernels, scaled, expected)
 
 
 @DEVICES

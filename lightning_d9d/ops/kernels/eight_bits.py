@@ -3,8 +3,9 @@
 [Note: octets] A GPU that reads 4 TB/s has time for about 75 instructions for each element, so instructions limit this
 kernel, not memory. A thread works on 8 consecutive places of a row, an *octet*: 16 bytes of bfloat16 and two calls of
 Philox. It reads and writes whole words of 64 bits, and each place of an octet is a tensor of its own. So a tensor has
-one element for each thread, and only the largest magnitudes of a block are exchanged between threads. The inline
-assembly takes bytes from words, or puts them together, by one instruction.
+one element for each thread, and only the largest magnitudes of a block are exchanged between threads. A program is one
+warp, so that it waits for no other one. The compiler loads late, to keep few registers, so the next octets are fetched
+into the L2 cache ahead. Other inline assembly does by one instruction what the compiler does by several.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _byte(words, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _upper_bytes(w0, w1, w2, w3):
+def _four_upper_bytes(w0, w1, w2, w3):
     """Put the upper bytes of four words together, the first one lowest."""
     if _INTERPRETED:
         return (w0 >> 24) | (w1 >> 24 << 8) | (w2 >> 24 << 16) | (w3 >> 24 << 24)
@@ -192,6 +193,25 @@ def _upper_halves(w0, w1):
 
 
 @triton.jit
+def _fetch(addresses, is_used):
+    """Bring memory into the L2 cache, before it is loaded. [Note: octets]."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred used;
+            setp.ne.b32 used, $2, 0;
+            @used prefetch.global.L2 [$1];
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r",
+            [addresses, is_used],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _split(words):
     """Split words of 64 bits into their lower and upper halves."""
     return words.to(tl.uint32), (words >> 32).to(tl.uint32)
@@ -204,6 +224,13 @@ def _joined(low, high):
 
 
 @triton.jit
+def _upper_bytes(words):
+    """Put the upper bytes of eight words together, in words of 64 bits."""
+    low = _four_upper_bytes(words[0], words[1], words[2], words[3])
+    return _joined(low, _four_upper_bytes(words[4], words[5], words[6], words[7]))
+
+
+@triton.jit
 def _load_words(pointer):
     """Load four words of 32 bits."""
     low, high = tl.split(tl.load(pointer[:, None] + tl.arange(0, 2)))
@@ -211,9 +238,10 @@ def _load_words(pointer):
 
 
 @triton.jit
-def _store_words(pointer, w0, w1, w2, w3):
+def _store_words(pointer, words):
     """Store four words of 32 bits."""
-    tl.store(pointer[:, None] + tl.arange(0, 2), tl.join(_joined(w0, w1), _joined(w2, w3)))
+    pairs = tl.join(_joined(words[0], words[1]), _joined(words[2], words[3]))
+    tl.store(pointer[:, None] + tl.arange(0, 2), pairs)
 
 
 @triton.jit
@@ -223,11 +251,11 @@ def _load_octet(address, octet, WIDE: tl.constexpr):
     values = ()
     if WIDE:
         words = _load_words(pointer + octet * 4) + _load_words(pointer + octet * 4 + 2)
-        for place in tl.static_range(8):
+        for place in tl.static_range(8):  # type: ignore[misc]
             values += (_as_float(words[place]),)
     else:
         words = _load_words(pointer + octet * 2)
-        for pair in tl.static_range(4):
+        for pair in tl.static_range(4):  # type: ignore[misc]
             values += (_as_float(words[pair] << 16), _as_float(words[pair] & 0xFFFF0000))
     return values
 
@@ -238,16 +266,16 @@ def _store_octet(address, octet, values, random, WIDE: tl.constexpr):
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
     words = ()
     if WIDE:
-        for place in tl.static_range(8):
+        for place in tl.static_range(8):  # type: ignore[misc]
             words += (_as_bits(values[place]).to(tl.uint32, bitcast=True),)
-        _store_words(pointer + octet * 4, words[0], words[1], words[2], words[3])
-        _store_words(pointer + octet * 4 + 2, words[4], words[5], words[6], words[7])
+        _store_words(pointer + octet * 4, words[:4])
+        _store_words(pointer + octet * 4 + 2, words[4:])
     else:
-        for pair in tl.static_range(4):
+        for pair in tl.static_range(4):  # type: ignore[misc]
             first = _raised(values[2 * pair], random[2 * pair] >> 16)
             second = _raised(values[2 * pair + 1], random[2 * pair + 1] >> 16)
             words += (_upper_halves(first, second),)
-        _store_words(pointer + octet * 2, words[0], words[1], words[2], words[3])
+        _store_words(pointer + octet * 2, words)
 
 
 @triton.jit
@@ -265,16 +293,16 @@ def _square(code, base):
 
 @triton.jit
 def _average_code(value, scale, random):
-    """Encode averages, by the lower bits of random words; codes are the upper bytes of the result."""
+    """Encode averages, by the lower bits of random words; codes are the upper bytes."""
     base = scale << 23
     steps = _as_bits(tl.abs(value) + _as_float(base)) - base + (random & _LOWER).to(tl.int32, bitcast=True)
     return ((steps << _TO_TOP) | (_as_bits(value) & _SIGN)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _square_code(value, scale, random):
-    """Encode squares, by the upper bits of a product with random words; codes are the upper bytes of the result."""
-    raised = _as_bits(value) + ((random * _SPREAD) >> _NOT_CUT).to(tl.int32, bitcast=True)
+def _square_code(bits, scale, random):
+    """Encode the bits of squares, by the upper bits of a product with random words; codes are the upper bytes."""
+    raised = bits + ((random * _SPREAD) >> _NOT_CUT).to(tl.int32, bitcast=True)
     return ((tl.maximum(raised, scale << 23) << _TO_TOP) - (scale << 23 + _TO_TOP)).to(tl.uint32, bitcast=True)
 
 
@@ -295,11 +323,14 @@ def _scales(largest, ROOM: tl.constexpr, BELOW: tl.constexpr, MOST: tl.constexpr
 
 
 @triton.jit
-def _largest_of_block(bits):
-    """Replace each octet's number by the largest of its block."""
-    of_blocks = tl.reshape(bits, [bits.shape[0] // _OCTETS, _OCTETS])
-    largest = tl.broadcast_to(tl.max(of_blocks, axis=1)[:, None], of_blocks.shape)
-    return tl.reshape(largest, bits.shape)
+def _largest_of_blocks(values):
+    """Replace the values of octets by the largest ones of their blocks."""
+    largest = values[0]
+    for place in tl.static_range(1, 8):  # type: ignore[misc]
+        largest = tl.maximum(largest, values[place])
+    of_blocks = tl.reshape(largest, [largest.shape[0] // _OCTETS, _OCTETS])
+    of_octets = tl.broadcast_to(tl.expand_dims(tl.max(of_blocks, axis=1), 1), of_blocks.shape)
+    return tl.reshape(of_octets, largest.shape)
 
 
 @jit(do_not_specialize=["seed"])
@@ -336,6 +367,11 @@ def _adamw(
         for near in range(0, whole, BLOCKS):
             at = begin + near
             index = _index(at * _BLOCK, octets * 8, first, length, stride, is_sliced)
+            has_next, later = (near + BLOCKS < whole).to(tl.int32), (at + BLOCKS) * _OCTETS + octets
+            _fetch(parameter + later * (32 if WIDE_PARAMETER else 16), has_next)
+            _fetch(gradient + later * (32 if WIDE_GRADIENT else 16), has_next)
+            _fetch(exp_avg + later * 8, has_next)
+            _fetch(exp_avg_sq + later * 8, has_next)
             _update_octets(
                 parameter,
                 gradient,
@@ -405,31 +441,35 @@ def _update_octets(
     low, high = (index >> 2).to(tl.uint32), (index >> 34).to(tl.uint32)
     none = tl.zeros_like(low)
     words = _philox(low, high, none, none, key0, key1) + _philox(low | 1, high, none, none, key0, key1)
-    ps, ms, vs, random = (), (), (), ()
-    for place in tl.static_range(8):
+    values = ()
+    averages = ()
+    magnitudes = ()
+    squares = ()
+    random = ()
+    for place in tl.static_range(8):  # type: ignore[misc]
         m_code, v_code = m_codes[place // 4], v_codes[place // 4]
         sign = (m_code << 24 - 8 * (place % 4)).to(tl.int32, bitcast=True)
         m = _average(_byte(m_code & 0x7F7F7F7F, place % 4), sign, m_base)
         v = _square(_byte(v_code, place % 4), v_base)
         random += (_mixed(words[place], p[place], g[place]),)
-        new_p, m, v = _updated(p[place], g[place], m, v, factors)
-        ps += (new_p,)
-        ms += (m,)
-        vs += (v,)
-    _store_octet(parameter, octet, ps, random, WIDE_PARAMETER)
-    m_largest, v_largest = tl.abs(ms[0]), _as_bits(vs[0])
-    for place in tl.static_range(1, 8):
-        m_largest, v_largest = tl.maximum(m_largest, tl.abs(ms[place])), tl.maximum(v_largest, _as_bits(vs[place]))
-    m_scale = _scales(_largest_of_block(_as_bits(m_largest)), _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
-    v_scale = _scales(_largest_of_block(v_largest), _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
+        value, m, v = _updated(p[place], g[place], m, v, factors)
+        values += (value,)
+        averages += (m,)
+        magnitudes += (tl.abs(m),)
+        squares += (_as_bits(v),)
+    _store_octet(parameter, octet, values, random, WIDE_PARAMETER)
+    m_largest, v_largest = _as_bits(_largest_of_blocks(magnitudes)), _largest_of_blocks(squares)
+    m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
+    v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
     tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_first)
     tl.store(sq_scale, v_scale.to(tl.uint8), mask=is_first)
-    m, v = (), ()
-    for place in tl.static_range(8):
-        m += (_average_code(ms[place], m_scale, random[place]),)
-        v += (_square_code(vs[place], v_scale, random[place]),)
-    tl.store(exp_avg, _joined(_upper_bytes(m[0], m[1], m[2], m[3]), _upper_bytes(m[4], m[5], m[6], m[7])))
-    tl.store(exp_avg_sq, _joined(_upper_bytes(v[0], v[1], v[2], v[3]), _upper_bytes(v[4], v[5], v[6], v[7])))
+    of_averages = ()
+    of_squares = ()
+    for place in tl.static_range(8):  # type: ignore[misc]
+        of_averages += (_average_code(averages[place], m_scale, random[place]),)
+        of_squares += (_square_code(squares[place], v_scale, random[place]),)
+    tl.store(exp_avg, _upper_bytes(of_averages))
+    tl.store(exp_avg_sq, _upper_bytes(of_squares))
 
 
 @triton.jit
@@ -468,7 +508,7 @@ def _update(
     m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
     v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
     tl.store(exp_avg, (_average_code(m, m_scale[:, None], words) >> 24).to(tl.uint8), mask=mask)
-    tl.store(exp_avg_sq, (_square_code(v, v_scale[:, None], words) >> 24).to(tl.uint8), mask=mask)
+    tl.store(exp_avg_sq, (_square_code(_as_bits(v), v_scale[:, None], words) >> 24).to(tl.uint8), mask=mask)
     tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_block)
     tl.store(sq_scale, v_scale.to(tl.uint8), mask=is_block)
 

@@ -30,6 +30,18 @@ def momentum_direction(average: Tensor, gradient: Tensor, direction: Tensor, dec
     )
 
 
+def scale(matrices: Tensor, factors: Tensor) -> None:
+    """Multiply matrices by their factors, float32. Both tensors are contiguous and not empty."""
+    size = matrices[0].numel()
+    _scale[(len(matrices) * ceil_div(size, _TILE),)](
+        matrices,
+        factors,
+        size,
+        _TILE,
+        num_warps=_WARPS,  # type: ignore[call-arg]
+    )
+
+
 def descend(
     weight: Tensor, direction: Tensor, keep: float | Tensor, size: float | Tensor, seed: int, offset: int
 ) -> None:
@@ -64,6 +76,16 @@ def _momentum(average_ptr, gradient_ptr, direction_ptr, count, decay, TILE: tl.c
     tl.store(average_ptr + places, average, mask=exists)
     direction = average * decay + gradient
     tl.store(direction_ptr + places, direction.to(direction_ptr.dtype.element_ty), mask=exists)
+
+
+@jit
+def _scale(matrices_ptr, factors_ptr, size, TILE: tl.constexpr):
+    tiles = tl.cdiv(size, TILE)
+    matrix = tl.program_id(0) // tiles
+    places = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    pointer, exists = matrices_ptr + matrix.to(tl.int64) * size + places, places < size
+    scaled = tl.load(pointer, mask=exists, other=0.0).to(tl.float32) * tl.load(factors_ptr + matrix)
+    tl.store(pointer, scaled.to(matrices_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit
