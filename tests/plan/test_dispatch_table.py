@@ -59,7 +59,7 @@ def test_the_page_has_what_plans_say(ranks: int, experts: int, dispatch: str) ->
 
 def test_rows_over_the_network_by_node_and_by_rank() -> None:
     """Of 64 ranks in eight nodes: a row for each other node, and for each of the 56 ranks there."""
-    assert f"{drawn(8):.1f} instead of {drawn(64) * 56 / 63:.1f} of a" in PAGE.read_text()
+    assert f"{drawn(8):.1f} instead of {drawn(64) * 56 / 63:.1f}." in PAGE.read_text()
 
 
 @pytest.mark.parametrize(("ranks", "megabytes"), [(2, 67), (4, 183), (8, 314), (16, 415)])
