@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,7 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from lightning_d9d import env
@@ -115,6 +117,20 @@ def examine_packages(packages: Sequence[env.OptionalPackage]) -> Iterator[Findin
             yield Finding("ok", package.name, package.version)
 
 
+def examine_deep_ep() -> Iterator[Finding]:
+    """Return a finding for each installed package of DeepEP: the version of torch that it is for. It is not used."""
+    for name in ("sgl-deep-ep", "sgl-deep-ep-v25", "deep-ep"):
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        needed = [each for each in map(Requirement, found.requires or []) if each.name == "torch"]
+        fits = all(each.specifier.contains(torch.__version__, prereleases=True) for each in needed)
+        made_for = ", ".join(f"torch{each.specifier}" for each in needed) or "any torch"
+        what = f"{found.version}, for {made_for}" + ("" if fits else f"; here is {torch.__version__}")
+        yield Finding("note", name, what, "not used here; ParallelConfig.expert_dispatch sends tokens to experts")
+
+
 def examine_devices(num_devices: int, seen_by_driver: str | None) -> Iterator[Finding]:
     """Check that torch can use the GPUs that the driver lists (`nvidia-smi -L`)."""
     num_listed = len(seen_by_driver.splitlines()) if seen_by_driver else 0
@@ -146,6 +162,7 @@ def examine_machine() -> list[Finding]:
     return [
         *examine_versions(env.versions(), num_devices > 0),
         *examine_packages(env.optional_packages()),
+        *examine_deep_ep(),
         Finding("ok", "CPU", f"{os.cpu_count()} cores, {platform.machine()}"),
         *examine_devices(num_devices, env.nvidia_smi("-L")),
         *examine_space(Path.cwd(), shutil.disk_usage(Path.cwd()).free, shared, num_devices),

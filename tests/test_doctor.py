@@ -188,3 +188,19 @@ def test_clocks():
     assert (skew.level, skew.value) == ("warning", "at most 3000.00 ms (± 1.00), rank 1 on b")
     (skew,) = doctor.compare_ranks([report(0, "a"), report(1, "b", offset=-3.0, error=2.5)])  # too far away to tell
     assert skew.level == "ok"
+
+
+@pytest.mark.parametrize(("made_for", "value"), [("==2.0.1", "for torch==2.0.1; here is"), (">=2", "for torch>=2")])
+def test_an_installed_deep_ep(made_for: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named with the torch that it is for, so that nobody expects it to be used."""
+    assert [*doctor.examine_deep_ep()] == []
+    folder = tmp_path / "sgl_deep_ep-0.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: sgl-deep-ep\nVersion: 0.1\nRequires-Dist: torch{made_for}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = doctor.examine_deep_ep()
+    assert (finding.level, finding.name) == ("note", "sgl-deep-ep")
+    assert finding.value.startswith(f"0.1, {value}")
+    assert ("here is" in finding.value) == (made_for == "==2.0.1")

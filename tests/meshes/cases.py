@@ -162,12 +162,15 @@ CASES = [
     Case("pp2 shard2 ep2", schedule="zero_bubble", parallel=IN_HALVES),
     Case("pp2 shard2 ep2", schedule="dual_pipe_v", parallel=replace(IN_HALVES, expert_dispatch="peer")),
     Case("rep2 ep2", peft=LAYERS, parallel=IN_HALVES),
+    Case("rep8 ep8", parallel=replace(IN_HALVES, expert_dispatch="peer")),
+    Case("rep2 cp2 ep4", data=TOKENS_8, parallel=IN_HALVES),
     Case("rep2 ep2", parallel=PEER, fast=True),
     Case("rep4 ep4", parallel=PEER),
     Case("rep8 ep8", parallel=PEER),
     Case("rep2 shard2 ep2", microbatch_size=2, parallel=PEER),
     Case("shard4 ep4", parallel=replace(PEER, recompute="full")),
     Case("rep2 tp2 ep4", parallel=replace(PEER, recompute="selective")),
+    Case("rep2 cp2 ep4", data=TOKENS_8, parallel=PEER),
     *(
         Case("pp2 shard2 ep2", schedule=schedule, parallel=PEER, fast=schedule == "dual_pipe_v")
         for schedule in ("1f1b", "zero_bubble", "dual_pipe_v")

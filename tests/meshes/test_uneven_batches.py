@@ -15,7 +15,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind, Tolerance
-from tests.meshes.cases import Case
+from tests.meshes.cases import IN_HALVES, PEER, Case
 from tests.meshes.equality import CLIP, ROWS, SMALL, Watched, batch_of, on_one_process
 from tests.strategy.plain import trainer
 
@@ -56,6 +56,13 @@ class Uneven(Watched):
         pytest.param(Case("shard2 ep2", microbatch_size=2), marks=pytest.mark.ranks(2)),
         pytest.param(
             Case("pp2 shard2 ep2", schedule="zero_bubble_v"), marks=[pytest.mark.ranks(4), pytest.mark.meshes]
+        ),
+        *(
+            pytest.param(
+                Case("shard2 ep2", microbatch_size=2, parallel=parallel),
+                marks=[pytest.mark.ranks(2), pytest.mark.meshes],
+            )
+            for parallel in (PEER, IN_HALVES)
         ),
         pytest.param(Case("shard2 tp2 ep4", microbatch_size=2), marks=[pytest.mark.ranks(4), pytest.mark.meshes]),
         pytest.param(Case("rep2 cp2", parallel=PADDED), marks=[pytest.mark.ranks(4), pytest.mark.meshes]),

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_d9d import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.modules import AllToAllDispatch, Dispatch, GroupedExperts, LocalDispatch, SparseMoE, dispatch
+from lightning_d9d.modules.peer_dispatch import PeerDispatch
 from lightning_d9d.ops import WeightGradients, defer, moe_route
 from lightning_d9d.ops.backend import using_kernels
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
@@ -35,23 +36,26 @@ ROUTINGS: dict[str, tuple[Sequence[int], Routing]] = {
     "experts of one rank": ([6, 6, 6, 6], lambda probabilities, top_k: probabilities[:, 2:4].topk(top_k).indices + 2),
     "unequal numbers": ([3, 9, 1, 4], lambda probabilities, top_k: probabilities.topk(top_k).indices),
     "a rank without tokens": ([6, 0, 5, 2], lambda probabilities, top_k: probabilities.topk(top_k).indices),
+    "one token": ([0, 1, 0, 0], lambda probabilities, top_k: probabilities.topk(top_k).indices),
     "no token anywhere": ([0, 0, 0, 0], lambda probabilities, top_k: probabilities.topk(top_k).indices),
 }
 """How many tokens each rank has, and where they go."""
 
 
-def make_experts(dtype: torch.dtype = torch.float64) -> GroupedExperts:
+def make_experts(dtype: torch.dtype = torch.float64, number: int = NUM_EXPERTS) -> GroupedExperts:
     torch.manual_seed(0)
-    return GroupedExperts(NUM_EXPERTS, HIDDEN, INTERMEDIATE, initializer_range=0.3).to(dtype)
+    return GroupedExperts(number, HIDDEN, INTERMEDIATE, initializer_range=0.3).to(dtype)
 
 
-def make_tokens(source: int, routing: str, top_k: int = 2, dtype: torch.dtype = torch.float64) -> Tokens:
+def make_tokens(
+    source: int, routing: str, top_k: int = 2, dtype: torch.dtype = torch.float64, num_experts: int = NUM_EXPERTS
+) -> Tokens:
     """What rank `source` has."""
     counts, choose = ROUTINGS[routing]
     generator = torch.Generator().manual_seed(source)
     x, gradient, logits = (
         torch.randn(counts[source], width, generator=generator, dtype=torch.float64)
-        for width in (HIDDEN, HIDDEN, NUM_EXPERTS)
+        for width in (HIDDEN, HIDDEN, num_experts)
     )
     probabilities = logits.softmax(-1)
     indices = choose(probabilities, top_k)
@@ -98,9 +102,9 @@ def run(
     return {"output": output.detach(), "x": x.grad, "weights": weights.grad, **results}
 
 
-def in_one_process(experts: nn.Module, tokens: Sequence[Tokens], rank: RankContext) -> dict[str, Tensor]:
+def in_one_process(experts: GroupedExperts, tokens: Sequence[Tokens], rank: RankContext) -> dict[str, Tensor]:
     """What rank `rank` must get: its rows, and the experts' gradients of all ranks' tokens."""
-    results = run(LocalDispatch(NUM_EXPERTS), experts, tuple(map(torch.cat, zip(*tokens, strict=True))))
+    results = run(LocalDispatch(len(experts.gate_up_proj)), experts, tuple(map(torch.cat, zip(*tokens, strict=True))))
     counts = [len(part[0]) for part in tokens]
     return {
         name: value.split(counts)[rank.rank] if name in ("output", "x", "weights") else value
@@ -132,6 +136,20 @@ def check(rank: RankContext, routing: str, top_k: int, dtype: torch.dtype = torc
 def test_equals_one_process(rank: RankContext, routing: str, num_ranks: int) -> None:
     assert rank.world_size == num_ranks
     check(rank, routing, top_k=2)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", [AllToAllDispatch, PeerDispatch])
+def test_three_ranks_with_three_experts_each(rank: RankContext, kind: Callable[..., Dispatch]) -> None:
+    mesh = init_device_mesh(rank.device.type, (3,))
+    tokens = [make_tokens(source, "unequal numbers", 4, num_experts=9) for source in range(3)]
+    expected = in_one_process(make_experts(number=9), tokens, rank)
+    dispatch = kind(9, mesh.get_group())
+    actual = run(dispatch, shard(make_experts(number=9), mesh), on_device(tokens[rank.rank], rank))
+    assert_tensors_close(actual, expected)
+    if isinstance(dispatch, PeerDispatch):
+        assert not dispatch.exchange.failures()
+        dispatch.exchange.close()
 
 
 @pytest.mark.ranks(4)

@@ -16,23 +16,26 @@ from tests.harness.ranks import RankContext
 from tests.modules.test_dispatch import shard
 
 HIDDEN, NUM_EXPERTS, TOP_K = 16, 8, 3
-NUM_TOKENS = {"equal": [6, 6], "unequal": [7, 4], "one": [1, 1], "none here": [0, 5], "none": [0, 0]}
-"""How many tokens each rank has; of one token all are in the first half."""
+NUM_TOKENS = {"equal": [6, 6], "unequal": [7, 4], "one": [1, 1], "none here": [0, 5], "none": [0, 0], "skewed": [6, 5]}
+"""How many tokens each rank has; of one token all are in the first half. If skewed, all go to experts of rank 1."""
 
 both_ways = pytest.mark.parametrize("peer", [False, True], ids=["all_to_all", "peer"])
 
 
-def make_layer() -> SparseMoE:
+def make_layer(skewed: bool = False) -> SparseMoE:
+    """A mixture; if it is skewed, tokens that begin with a 1 choose experts 4 to 6."""
     torch.manual_seed(0)
     layer = SparseMoE(
         HIDDEN, 24, NUM_EXPERTS, TOP_K, normalize=True, initializer_range=0.3, shared_intermediate_size=8
     ).double()
     assert isinstance(layer.dispatch, LocalDispatch)
+    if skewed:
+        layer.gate.weight.data[4 : 4 + TOP_K, 0] = 50.0
     return layer
 
 
-def on_ranks(mesh: DeviceMesh, peer: bool, in_halves: bool) -> SparseMoE:
-    layer = make_layer().to(mesh.device_type)
+def on_ranks(mesh: DeviceMesh, peer: bool, in_halves: bool, skewed: bool = False) -> SparseMoE:
+    layer = make_layer(skewed).to(mesh.device_type)
     experts = shard(layer.experts, mesh)
     assert isinstance(experts, GroupedExperts)
     layer.experts = experts
@@ -67,8 +70,11 @@ def test_equals_one_process(rank: RankContext, case: str, peer: bool) -> None:
     """Again and again in the same bits, so that on CUDA no stream reads what another has not written."""
     mesh = init_device_mesh(rank.device.type, (2,))
     tokens = [make_tokens(count, source) for source, count in enumerate(NUM_TOKENS[case])]
-    whole = run(make_layer(), *map(torch.cat, zip(*tokens, strict=True)))
-    layer = on_ranks(mesh, peer, in_halves=True)
+    if is_skewed := case == "skewed":
+        for x, _ in tokens:
+            x[:, 0] = 1.0
+    whole = run(make_layer(is_skewed), *map(torch.cat, zip(*tokens, strict=True)))
+    layer = on_ranks(mesh, peer, True, is_skewed)
     own = [each.to(rank.device) for each in tokens[rank.rank]]
     results = [run(layer, *own) for _ in range(5)]
     for first, second in pairwise(results):

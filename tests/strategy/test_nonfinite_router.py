@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_d9d import D9DStrategy, MeshConfig
+from lightning_d9d import D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.modules import BalanceConfig
 from lightning_d9d.optim import StochasticAdamW, parameter_groups
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
+from tests.meshes.cases import IN_HALVES, PEER
 from tests.models.test_qwen3_moe_balance import CONFIG, rows
 from tests.strategy.plain import trainer
 
@@ -77,3 +78,11 @@ def test_in_one_process(optimizer: str, value: float) -> None:
 def test_with_experts_on_two_ranks(rank: RankContext, optimizer: str, degree: str) -> None:
     mesh = MeshConfig(expert_parallel=2, **{degree: 2})
     check(optimizer, float("nan"), 2, rank.device.type, mesh=mesh)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.meshes
+@pytest.mark.parametrize("parallel", [PEER, IN_HALVES], ids=["peer", "halves"])
+def test_with_other_dispatches(rank: RankContext, parallel: ParallelConfig) -> None:
+    mesh = MeshConfig(data_parallel_replicate=2, expert_parallel=2)
+    check("reads found_inf", float("nan"), 2, rank.device.type, mesh=mesh, parallel=parallel)
