@@ -86,7 +86,11 @@ class Pushes:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._lane = torch.cuda.Stream(device)
-        self.buffers, self._owner = peer_buffers(self.group, at, device)
+        try:
+            self.buffers, self._owner = peer_buffers(self.group, at, device)
+        except Exception as error:
+            error.add_note("replicas on one host use memory of each other; ReplicaMixing(peer_copies=False) does not")
+            raise
         self._late = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         for flat, place in self._places:
             flat.place(_part(self.buffers[self._rank], flat, place))
