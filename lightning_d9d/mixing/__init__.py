@@ -2,8 +2,8 @@
 
 `topology.py`: which replicas mix in which round, as data. `rounds.py`: the rounds of a topology for a number of
 replicas, checked and printed; `picture.py` draws them. `mixer.py`: a round on one rank. `messages.py`: what replicas of
-an edge send each other, and the arithmetic; `pushes.py`: copies in place of messages on one host. `mean.py`: the mean of
-all replicas in place of each replica's own values, and back.
+an edge send each other, and the arithmetic; `pushes.py`: copies in place of messages on one host. `mean.py`: the mean
+of all replicas in place of each replica's own values, and back.
 """
 
 from lightning_d9d.mixing.topology import (
