@@ -93,7 +93,8 @@ class Pushes:
             self.buffers, self._owner = peer_buffers(self.group, at, device)
         except ConfigError as error:
             raise ConfigError(
-                f"no memory that replicas can copy weights into, {error}; set peer_copies=False"
+                f"replicas on one host use memory of each other, which is not possible here: {error}; "
+                "ReplicaMixing(peer_copies=False) sends messages"
             ) from error
         self._late = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         for flat, place in self._places:

@@ -34,6 +34,8 @@ _EXCHANGES: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
 """Exchanges by the name of their group, for all layers and stages."""
 _SPARE = 1.25
 """Memory that is allocated again has this many times the needed size."""
+_MOST_GROWTH = 1.5
+"""The most copies of tokens, as a multiple of the first room, for which "auto" allocates more memory."""
 
 
 class PeerExchange:
@@ -60,6 +62,7 @@ class PeerExchange:
         self.name = f"{group.group_name}|{next(_NUMBERS)}"
         self.num_rows = 0
         """The number of copies of tokens that a rank's experts have room for."""
+        self._first_rows = 0
         self.is_off = False
         """True while tokens travel by all-to-all."""
         self.is_optional = False
@@ -111,6 +114,12 @@ class PeerExchange:
         copies = math.ceil(copies * max(1.0, tokens / layout.num_rows))  # of tokens that did not come none was counted
         num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * _SPARE)
         num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * _SPARE)
+        if self.is_optional and copies > _MOST_GROWTH * self._first_rows:
+            self.replace(
+                f"experts of a rank had {copies:,} copies of tokens, and room for {self._first_rows:,}. With so uneven a "
+                "load every layer would have memory for as many. Raise ParallelConfig.expert_capacity to keep 'peer'"
+            )
+            return
         if num_tokens > layout.num_rows:
             device = memory.own.device
             self._keep(layout._replace(num_rows=num_tokens), num_rows, device)
@@ -145,7 +154,8 @@ class PeerExchange:
         # No rank has more to send. More than that arrives only where the load is very uneven.
         layout = PeerLayout(self.num_ranks, num_local, most * min(self.num_ranks, top_k), row_bytes, top_k)
         worst = self.num_ranks * most * min(top_k, num_local)
-        self._keep(layout, min(worst, math.ceil(self.capacity * most * top_k)), device)
+        self._first_rows = min(worst, math.ceil(self.capacity * most * top_k))
+        self._keep(layout, self._first_rows, device)
 
     def _keep(self, layout: PeerLayout, num_rows: int, device: torch.device) -> None:
         self.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from typing import Any
 
@@ -185,3 +186,16 @@ def test_weights_may_change_after_they_have_left(rank: RankContext, peer_copies:
     mixer.finish()
     assert {*own.detach().unique().tolist()} == {1.5}
     mixer.close()
+
+
+@pytest.mark.ranks(2)
+def test_memory_that_cannot_be_made_is_an_error_with_the_remedy(rank: RankContext) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    mixer = mixer_of(Rounds("complete", 2), mesh_of(rank, 2), peer_copies=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            mixer.take([[nn.Parameter(torch.zeros(2**20))]])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert any("ReplicaMixing(peer_copies=False)" in note for note in caught.value.__notes__)

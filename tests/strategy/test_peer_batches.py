@@ -135,6 +135,18 @@ def test_auto_takes_peers_on_devices_that_reach_each_other(rank: RankContext) ->
 
 
 @pytest.mark.ranks(2)
+def test_auto_takes_all_to_all_for_good_where_the_load_is_too_uneven(rank: RankContext) -> None:
+    expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
+    with heard() as lines, on_devices_that_reach_each_other(rank), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(peer_dispatch, "_MOST_GROWTH", 0.5)
+        actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0))
+    assert overflows == [True] + [False] * (STEPS - 1)
+    said = "expert_dispatch='auto' takes all_to_all from now on: experts of a rank had"
+    assert sum(said in line for line in lines) == (rank.rank == 0)
+    assert_tensors_close(actual, expected)
+
+
+@pytest.mark.ranks(2)
 def test_auto_takes_all_to_all_beside_updates_in_the_backward(rank: RankContext) -> None:
     batch = batch_of(0)
     rows: Any = [{name: value[row] for name, value in batch.items()} for row in range(ROWS)]
