@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig, memory
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
-from lightning_d9d.modules import BalanceConfig
+from lightning_d9d.modules import BalanceConfig, peer_dispatch
 from lightning_d9d.ops.peer_buffers import PeerPlace
 from lightning_d9d.strategy.fit_memory import FitMemory
 from lightning_d9d.strategy.peer_batches import PeerBatches
