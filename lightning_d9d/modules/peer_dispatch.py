@@ -116,8 +116,9 @@ class PeerExchange:
         num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * _SPARE)
         if self.is_optional and copies > _MOST_GROWTH * self._first_rows:
             self.replace(
-                f"experts of a rank had {copies:,} copies of tokens, and room for {self._first_rows:,}. With so uneven a "
-                "load every layer would have memory for as many. Raise ParallelConfig.expert_capacity to keep 'peer'"
+                f"experts of a rank had {copies:,} copies of tokens, and room for {self._first_rows:,}. With so "
+                "uneven a load every layer would have memory for as many. Raise ParallelConfig.expert_capacity to keep "
+                "'peer'"
             )
             return
         if num_tokens > layout.num_rows:
