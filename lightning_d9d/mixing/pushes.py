@@ -88,6 +88,7 @@ class Pushes:
             at = aligned(at + flat.num_bytes)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # torch's allocator does not give memory to others
             self._lane = torch.cuda.Stream(device)
         try:
             self.buffers, self._owner = peer_buffers(self.group, at, device)

@@ -35,9 +35,13 @@ def tensors_of(replica: int, dtype: torch.dtype) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in SHAPES]
 
 
-def mesh_of(rank: RankContext, num_replicas: int, **degrees: int) -> MeshDomains:
+def own_tensors(rank: RankContext, dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(each.detach().to(rank.device)) for each in tensors_of(rank.rank, dtype)]
+
+
+def mesh_of(rank: RankContext, num_replicas: int, device: str | None = None, **degrees: int) -> MeshDomains:
     config = MeshConfig(**degrees) if degrees else MeshConfig()
-    return MeshDomains.build(config, rank.device.type, num_replicas=num_replicas)
+    return MeshDomains.build(config, device or rank.device.type, num_replicas=num_replicas)
 
 
 def mixer_of(rounds: Rounds, mesh: MeshDomains, **options: Any) -> Mixer:
@@ -57,7 +61,7 @@ def check_against_matrices(
 
 def check_mixer(rank: RankContext, mixer: Mixer, dtype: torch.dtype, tolerance: float) -> None:
     size, rounds, adaptive = rank.world_size, mixer.rounds, mixer.adaptive
-    own = tensors_of(rank.rank, dtype)
+    own = own_tensors(rank, dtype)
     mixer.take([own])
     wide = [
         torch.stack([tensors_of(replica, dtype)[index].detach().double() for replica in range(size)])
@@ -71,11 +75,11 @@ def check_mixer(rank: RankContext, mixer: Mixer, dtype: torch.dtype, tolerance: 
         matrix = adaptive * matrix + (1 - adaptive) * torch.eye(size, dtype=torch.float64)
         wide = [(matrix @ each.reshape(size, each[0].numel())).view(each.shape) for each in wide]
         for index, expected in enumerate(wide):
-            torch.testing.assert_close(own[index].double(), expected[rank.rank], atol=tolerance, rtol=0)
+            torch.testing.assert_close(own[index].double().cpu(), expected[rank.rank], atol=tolerance, rtol=0)
             torch.testing.assert_close(expected.mean(0), before[index], atol=1e-12, rtol=0)
             with torch.no_grad():
                 step = torch.arange(size, dtype=torch.float64).view(-1, *[1] * (expected.dim() - 1)) / 8
-                own[index] += step[rank.rank].to(dtype)
+                own[index] += step[rank.rank].to(own[index])
                 wide[index] = expected + step
 
 
@@ -114,32 +118,32 @@ def test_six_replicas_equal_dense_matrices(rank: RankContext, topology: Any) -> 
 @pytest.mark.ranks(4)
 def test_one_peer_exp_ends_in_the_exact_mean(rank: RankContext) -> None:
     rounds = Rounds("one_peer_exp", 4)
-    mixer, own = mixer_of(rounds, mesh_of(rank, 4)), tensors_of(rank.rank, torch.float64)
+    mixer, own = mixer_of(rounds, mesh_of(rank, 4)), own_tensors(rank, torch.float64)
     mixer.take([own])
     for _ in range(len(rounds)):
         mixer.launch()
         mixer.finish()
     for index, tensor in enumerate(own):
         mean = sum(tensors_of(replica, torch.float64)[index].detach() for replica in range(4)) / 4
-        torch.testing.assert_close(tensor.detach(), mean, atol=1e-15, rtol=0)
+        torch.testing.assert_close(tensor.detach().cpu(), mean, atol=1e-15, rtol=0)
 
 
 @pytest.mark.ranks(2)
 def test_small_differences_survive_in_bfloat16(rank: RankContext) -> None:
     """The mean of 1 and of the next number lies between them: half of the elements become either."""
     mixer = mixer_of(Rounds("complete", 2), mesh_of(rank, 2), bucket_bytes=2**20)
-    value = torch.full((10_000,), 1.0 if rank.rank else 1.0 + 2**-7, dtype=torch.bfloat16)
+    value = torch.full((10_000,), 1.0 if rank.rank else 1.0 + 2**-7, dtype=torch.bfloat16, device=rank.device)
     own = nn.Parameter(value)
     mixer.take([[own]])
     mixer.launch()
     mixer.finish()
     assert 0.47 < (own > 1).float().mean() < 0.53
     assert {*own.tolist()} == {1.0, 1.0 + 2**-7}
-    sums = torch.stack(rank.all_gather_object(own.detach().float()))
+    sums = torch.stack(rank.all_gather_object(own.detach().float().cpu()))
     assert torch.equal(sums[0], sums[1]), "replicas that agree stay equal"
     mixer.launch()
     mixer.finish()
-    assert torch.equal(own.float(), sums[0]), "equal replicas stay as they are"
+    assert torch.equal(own.float().cpu(), sums[0]), "equal replicas stay as they are"
 
 
 @pytest.mark.ranks(4)
@@ -171,7 +175,7 @@ class Listening(torch.optim.SGD):
 
 @pytest.mark.ranks(3)
 def test_the_hook_of_the_optimizer_sees_the_neighbours(rank: RankContext) -> None:
-    mixer, own = mixer_of(Rounds("complete", 3), mesh_of(rank, 3)), tensors_of(rank.rank, torch.float64)
+    mixer, own = mixer_of(Rounds("complete", 3), mesh_of(rank, 3)), own_tensors(rank, torch.float64)
     mixer.take([own])
     optimizer = Listening(own, lr=1.0)
     mixer.launch()
@@ -192,7 +196,7 @@ def test_mean_of_all_and_back(rank: RankContext) -> None:
     mesh = mesh_of(rank, 4)
     mean = ReplicaMean(mesh.mixing_group([range(4)]), 100)
     for dtype, tolerance in ((torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        own = tensors_of(rank.rank, dtype)
+        own = own_tensors(rank, dtype)
         before = [tensor.detach().clone() for tensor in own]
         distance = mean.take([own])
         assert mean.is_in_place
@@ -234,7 +238,7 @@ def test_too_many_groups_are_refused() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_round_is_repeated_and_dropped(rank: RankContext) -> None:
-    mixer, own = mixer_of(Rounds("complete", 2), mesh_of(rank, 2)), tensors_of(rank.rank, torch.float64)
+    mixer, own = mixer_of(Rounds("complete", 2), mesh_of(rank, 2)), own_tensors(rank, torch.float64)
     mixer.take([own])
     before = own[0].detach().clone()
     mixer.finish()
@@ -247,9 +251,9 @@ def test_a_round_is_repeated_and_dropped(rank: RankContext) -> None:
     mixer.finish()
     assert mixer.num_launched == 1
     both = [tensors_of(replica, torch.float64) for replica in range(2)]
-    torch.testing.assert_close(own[0].detach(), (both[0][0] + both[1][0]).detach() / 2, atol=1e-15, rtol=0)
+    torch.testing.assert_close(own[0].detach().cpu(), (both[0][0] + both[1][0]).detach() / 2, atol=1e-15, rtol=0)
     expected = sum(((a - b) / 2).square().sum() for a, b in zip(*both, strict=True))
     assert mixer.squared_distance is not None
-    torch.testing.assert_close(mixer.squared_distance, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(mixer.squared_distance.cpu(), expected.detach(), rtol=1e-6, atol=0)
     assert mixer.num_bytes == 8 * sum(tensor.numel() for tensor in own)
     assert len({id(each) for each in mixer._groups}) == 1

@@ -17,17 +17,14 @@ from lightning_d9d.mixing.rounds import Rounds
 from lightning_d9d.ops.backend import using_kernels
 from tests.harness.peer_writes import PeerWrites
 from tests.harness.ranks import RankContext
-from tests.mixing.test_mixer import mesh_of, mixer_of, tensors_of
+from tests.mixing.test_mixer import mesh_of, mixer_of, own_tensors, tensors_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def on(rank: RankContext, tensors: list[nn.Parameter]) -> list[nn.Parameter]:
-    return [nn.Parameter(each.detach().to(rank.device)) for each in tensors]
-
-
-def copying_mixer(rank: RankContext, topology: str, own: list[nn.Parameter], **options: Any) -> Mixer:
-    mixer = mixer_of(Rounds(topology, rank.world_size), mesh_of(rank, rank.world_size), peer_copies=True, **options)
+def copying_mixer(rank: RankContext, topology: str, own: list[nn.Parameter]) -> Mixer:
+    size, device = rank.world_size, own[0].device.type
+    mixer = mixer_of(Rounds(topology, size), mesh_of(rank, size, device), peer_copies=True)
     mixer.take([own])
     return mixer
 
@@ -61,20 +58,20 @@ def mixed(rank: RankContext, topology: str, tensors: list[nn.Parameter], delayed
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_replicas_have_the_bits_of_messages(rank: RankContext, dtype: torch.dtype) -> None:
-    mixed(rank, "one_peer_exp", on(rank, tensors_of(rank.rank, dtype)))
+    mixed(rank, "one_peer_exp", own_tensors(rank, dtype))
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("topology", ["ring", "one_peer_exp", "alternating_exp_ring"])
 def test_four_replicas_have_the_bits_of_messages(rank: RankContext, topology: str) -> None:
     for dtype in DTYPES:
-        mixed(rank, topology, on(rank, tensors_of(rank.rank, dtype)))
+        mixed(rank, topology, own_tensors(rank, dtype))
 
 
 @pytest.mark.meshes
 @pytest.mark.ranks(8)
 def test_eight_replicas_have_the_bits_of_messages(rank: RankContext) -> None:
-    mixed(rank, "one_peer_exp", on(rank, tensors_of(rank.rank, torch.bfloat16)))
+    mixed(rank, "one_peer_exp", own_tensors(rank, torch.bfloat16))
 
 
 @pytest.mark.gpu
@@ -85,14 +82,14 @@ def test_two_gpus_have_the_bits_of_messages(rank: RankContext, delayed: int | No
     generator = torch.Generator(rank.device).manual_seed(rank.rank)
     for dtype in DTYPES:
         large = [torch.randn(4_000_037, generator=generator, device=rank.device).to(dtype) for _ in range(3)]
-        mixed(rank, "one_peer_exp", [*on(rank, tensors_of(rank.rank, dtype)), *map(nn.Parameter, large)], delayed)
+        mixed(rank, "one_peer_exp", [*own_tensors(rank, dtype), *map(nn.Parameter, large)], delayed)
 
 
 @pytest.mark.gpu
 @pytest.mark.two_gpus
 @pytest.mark.ranks(2)
 def test_the_host_waits_for_nothing(rank: RankContext) -> None:
-    own = on(rank, tensors_of(rank.rank, torch.bfloat16))
+    own = own_tensors(rank, torch.bfloat16)
     mixer = copying_mixer(rank, "one_peer_exp", own)
     mixer.launch()
     mixer.finish()  # compiles kernels
@@ -110,7 +107,7 @@ def test_the_host_waits_for_nothing(rank: RankContext) -> None:
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_a_rank_ahead_waits_until_its_partner_has_mixed(rank: RankContext, kernels: Any) -> None:
     """Rank 0 is in round 2 before rank 1 has mixed round 1, and overwrites nothing. Its wait ends, and the error names
-    the other."""
+    the other. On the CPU: a stream of CUDA goes on after a wait that ends late."""
     own = tensors_of(rank.rank, torch.float32)
     mixer = copying_mixer(rank, "complete", own)
     assert mixer._pushes is not None
@@ -145,12 +142,12 @@ def test_replicas_on_other_hosts_get_messages(rank: RankContext) -> None:
     """Replicas 0 and 1 are on one host, 2 and 3 on another; the second round goes between hosts."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(socket, "gethostname", lambda: f"node-{rank.rank // 2}")
-        mixer = copying_mixer(rank, "one_peer_exp", tensors_of(rank.rank, torch.float64))
+        mixer = copying_mixer(rank, "one_peer_exp", own_tensors(rank, torch.float64))
         assert mixer._pushes is not None
         near, far = rank.rank ^ 1, rank.rank ^ 2
         assert mixer._pushes.reaches(near)
         assert not mixer._pushes.reaches(far)
-        mixed(rank, "one_peer_exp", tensors_of(rank.rank, torch.float64))
+        mixed(rank, "one_peer_exp", own_tensors(rank, torch.float64))
         mixer.close()
         monkeypatch.setattr(socket, "gethostname", lambda: f"node-{rank.rank}")
         assert reachable(mesh_of(rank, 4), rank.device) is None
@@ -158,7 +155,7 @@ def test_replicas_on_other_hosts_get_messages(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_bytes_are_those_of_the_weights(rank: RankContext) -> None:
-    own = tensors_of(rank.rank, torch.bfloat16)
+    own = own_tensors(rank, torch.bfloat16)
     mixer = copying_mixer(rank, "one_peer_exp", own)
     assert mixer._pushes is not None
     with PeerWrites(mixer._pushes.buffers, rank.rank) as writes:
@@ -174,7 +171,7 @@ def test_bytes_are_those_of_the_weights(rank: RankContext) -> None:
 @pytest.mark.parametrize("peer_copies", [False, True])
 def test_weights_may_change_after_they_have_left(rank: RankContext, peer_copies: bool) -> None:
     """As at a validation: the mean is in their place for a while."""
-    value = torch.full((2**24,), 1.0 + rank.rank)
+    value = torch.full((2**24,), 1.0 + rank.rank, device=rank.device)
     own = nn.Parameter(value.clone())
     mixer = mixer_of(Rounds("complete", 2), mesh_of(rank, 2), peer_copies=peer_copies)
     mixer.take([[own]])
@@ -191,7 +188,7 @@ def test_weights_may_change_after_they_have_left(rank: RankContext, peer_copies:
 @pytest.mark.ranks(2)
 def test_memory_that_cannot_be_made_is_an_error_with_the_remedy(rank: RankContext) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    mixer = mixer_of(Rounds("complete", 2), mesh_of(rank, 2), peer_copies=True)
+    mixer = mixer_of(Rounds("complete", 2), mesh_of(rank, 2, "cpu"), peer_copies=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
         with pytest.raises(ConfigError, match=r"File too large; ReplicaMixing\(peer_copies=False\)"):
