@@ -409,8 +409,8 @@ MUTATIONS = [
     Mutation(
         "the norm is summed in bfloat16",
         "lightning_d9d/sync/norm.py",
-        "dtype=torch.float32 if dtype.itemsize < 4 else None",
-        "dtype=None",
+        "wide = torch.float32 if dtype.itemsize < 4 else None",
+        "wide = None",
         "tests/sync/test_norm.py -k bfloat16",
     ),
     Mutation(

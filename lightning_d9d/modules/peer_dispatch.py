@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ from lightning_d9d.ops.peer_memory import (
 )
 
 _NUMBERS = count()
-_EXCHANGES: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
-"""Exchanges by the name of their group, for all layers and stages."""
+_EXCHANGES: WeakKeyDictionary[Hashable, PeerExchange] = WeakKeyDictionary()
+"""Exchanges by their owner, for all layers and stages."""
 _SPARE = 1.25
 """Memory that is allocated again has this many times the needed size."""
 _MOST_GROWTH = 1.5
@@ -172,11 +172,18 @@ class PeerExchange:
         self.num_rows = num_rows
 
 
-def peer_exchange(group: dist.ProcessGroup, capacity: float) -> PeerExchange:
-    """Return the exchange that all layers of a group share. Local."""
-    exchange = _EXCHANGES.get(group.group_name)
+def peer_exchange(owner: Hashable, group: dist.ProcessGroup, capacity: float) -> PeerExchange:
+    """Return the exchange that all layers of an owner share. Local.
+
+    Args:
+        owner: An object that all ranks have made together, such as a mesh. Exchanges of earlier owners are not shared:
+            some ranks may have collected them as garbage, and others not.
+        group: The ranks.
+        capacity: As for `PeerExchange`.
+    """
+    exchange = _EXCHANGES.get(owner)
     if exchange is None or exchange.capacity != capacity or exchange.is_replaced:
-        exchange = _EXCHANGES[group.group_name] = PeerExchange(group, capacity)
+        exchange = _EXCHANGES[owner] = PeerExchange(group, capacity)
     return exchange
 
 

@@ -7,9 +7,9 @@ take passes over memory beside the products. So the square is completed, and num
     y' = ((h + b / (2 sqrt(c)))^2 + a - b^2 / (4 c)) y
 
 The input matrices are divided by their norms. The square of a norm is the sum of the Gram matrix's diagonal. So the
-first Gram matrix is multiplied instead of the larger x. A factor f of x multiplies it by f^(5/2), and the numbers on its
-diagonal by sqrt(f). So the square of their sum has the other f. Tall matrices are multiplied from the right, so that
-nothing is transposed in memory.
+first Gram matrix is multiplied instead of the larger x. A factor f of x multiplies it by f^(5/2), and the numbers on
+its diagonal by sqrt(f). So the square of their sum has the other f. Tall matrices are multiplied from the right, so
+that nothing is transposed in memory.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _distribute(experts: nn.Module, device_mesh: DeviceMesh, placements: tuple[R
 def _dispatch(num_experts: int, mesh: MeshDomains, parallel: ParallelConfig) -> Dispatch:
     group = mesh.group(Axis.EP_SHARD, lane="moe")
     if parallel.expert_dispatch == "peer":
-        return PeerDispatch(num_experts, group, peer_exchange(group, parallel.expert_capacity))
+        return PeerDispatch(num_experts, group, peer_exchange(mesh, group, parallel.expert_capacity))
     return AllToAllDispatch(num_experts, group)
 
 

@@ -69,12 +69,15 @@ def spread_with(mesh: MeshConfig, parallel: ParallelConfig) -> tuple[MeshConfig,
 def differing(
     one: tuple[MeshConfig, ParallelConfig], other: tuple[MeshConfig, ParallelConfig]
 ) -> tuple[list[str], list[str]]:
-    """Return the fields in which two configurations differ, with the values of each."""
+    """Return the fields in which two configurations differ, with the values of each.
+
+    The dispatch of experts is left out: it changes no tensor, and the strategy chooses it.
+    """
     pairs = [
         (f"{type(a).__name__}.{field.name}=", getattr(a, field.name), getattr(b, field.name))
         for a, b in zip(one, other, strict=True)
         for field in fields(a)
-        if getattr(a, field.name) != getattr(b, field.name)
+        if field.name != "expert_dispatch" and getattr(a, field.name) != getattr(b, field.name)
     ]
     return [f"{name}{a!r}" for name, a, _ in pairs], [f"{name}{b!r}" for name, _, b in pairs]
 

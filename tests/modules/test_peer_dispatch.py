@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_d9d import ConfigError
+from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.modules import AllToAllDispatch, Dispatch
-from lightning_d9d.modules.peer_dispatch import PeerDispatch, PeerExchange
+from lightning_d9d.modules.peer_dispatch import PeerDispatch, PeerExchange, peer_exchange
 from lightning_d9d.ops.backend import using_kernels
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -246,6 +247,23 @@ def test_memory_that_a_rank_does_not_have(rank: RankContext, is_optional: bool) 
         expected = run(AllToAllDispatch(NUM_EXPERTS, rank.group), experts, own)
         for name, value in run(dispatch, experts, own).items():
             assert_bitwise_equal(name, value, expected[name])
+
+
+@pytest.mark.ranks(2)
+def test_exchanges_of_two_models_in_turn(rank: RankContext) -> None:
+    """Rank 0 still has the first model, and rank 1 not: both allocate memory for the second one."""
+    x, indices, weights, _ = on_device(make_tokens(rank.rank, "natural", dtype=torch.float32), rank)
+    before = None
+    for number in range(2):
+        owner = MeshDomains.build(MeshConfig(data_parallel_replicate=2, expert_parallel=2), rank.device.type)
+        exchange = peer_exchange(owner, rank.group, 1.5)
+        assert exchange is peer_exchange(owner, rank.group, 1.5)
+        assert exchange is not before
+        tokens = PeerDispatch(NUM_EXPERTS, rank.group, exchange).dispatch(x.requires_grad_(), indices, weights)
+        assert tokens.x.isfinite().any()
+        if rank.rank == 0 and number == 0:
+            before = exchange
+    exchange.close()
 
 
 @pytest.mark.ranks(2)
