@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import traceback
 from collections.abc import Hashable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -14,14 +16,23 @@ def work_out_once() -> None:
 
     - Each trainer reads the metadata of all installed packages, to find callbacks that they bring.
     - For each mesh and placement DTensor calls an operator on fake tensors again, whose shapes depend on neither.
+    - For devices that have not begun, each seed is noted with the text of the stack, of which nobody reads more.
+    - Without GPUs, Lightning searches each logged value for tensors, to move them to the CPU where they are.
     """
+    import torch
     from lightning.fabric.utilities import registry
+    from lightning.pytorch.trainer.connectors.logger_connector import result
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     registry.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[attr-defined]
     name = "_propagate_tensor_meta_non_cached"
     if propagate := getattr(ShardingPropagator, name, None):  # else another version, which works, but slowly
         setattr(ShardingPropagator, name, _by_tensors(propagate))
+    for backend in (torch.cuda, torch.xpu, torch.mtia):
+        backend.traceback = SimpleNamespace(**{**vars(traceback), "format_stack": list})  # type: ignore[attr-defined]
+    if not torch.cuda.is_available():
+        for values in (result._ResultMetric, result._ResultCollection):
+            values.to = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def _by_tensors(propagate: Any) -> Any:
