@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class Device:
     compute_capability: tuple[int, int]
 
 
+@cache
 def _installed_version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)

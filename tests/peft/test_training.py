@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, ParallelConfig
@@ -20,6 +21,7 @@ from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
 from tests.meshes.cases import LAYERS, MATRICES
 from tests.meshes.equality import CONFIG, on_mesh, whole
+from tests.parallel.test_compiling import compiler
 from tests.strategy.pipelined import Pipelined, token_rows
 from tests.strategy.plain import Plain, loader, trainer
 
@@ -180,7 +182,9 @@ def test_compiled_blocks_train_adapters() -> None:
         L.seed_everything(1, verbose=False)
         module = Qwen3MoePretraining(replace(CONFIG, num_hidden_layers=2), peft=LAYERS)
         run = trainer(D9DStrategy(parallel=parallel), max_epochs=1, precision="64-true")
-        run.fit(module, DataLoader(DATA, batch_size=2))
+        with compiler():
+            run.fit(module, DataLoader(DATA, batch_size=2))
+            assert (counters["stats"]["unique_graphs"] >= 1) == parallel.compile
         gradients.append({name: p.detach() for name, p in module.state_dict().items()})
     assert_tensors_close(gradients[1], gradients[0], tolerance=Tolerance(relative=1e-9))
 
