@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,7 @@ class MachineTable:
         """The memory in bytes that tensors can take."""
         return GPU_OVERHEAD.allocatable(self.memory_bytes)
 
-    @property
+    @cached_property
     def rates(self) -> Machine:
         """The rates by which layers are timed."""
         return Machine(

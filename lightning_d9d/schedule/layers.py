@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_d9d.errors import ScheduleError
@@ -122,17 +123,23 @@ def check_numbers(of: DataclassInstance) -> None:
     Raises:
         ScheduleError: The message names class, field and value.
     """
-    for each in fields(of):
-        value = getattr(of, each.name)
-        kind, optional, _ = str(each.type).partition(" | None")
-        if kind not in ("float", "int") or (optional and value is None):
+    for name, kind, is_optional in _numbers(type(of)):
+        value = getattr(of, name)
+        if is_optional and value is None:
             continue
         number, least = ("whole", 1) if kind == "int" else ("finite", 0)
         is_number = isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
         if not is_number or isinstance(value, bool) or value < least:
             raise ScheduleError(
-                f"{type(of).__name__}.{each.name}={value!r} must be a {number} number of at least {least}"
+                f"{type(of).__name__}.{name}={value!r} must be a {number} number of at least {least}"
             )
+
+
+@cache
+def _numbers(kind: type[DataclassInstance]) -> tuple[tuple[str, str, bool], ...]:
+    """Return name and type of the fields of a dataclass that have numbers, and whether they may be None."""
+    found = ((each.name, *str(each.type).partition(" | None")[:2]) for each in fields(kind))
+    return tuple((name, of, bool(optional)) for name, of, optional in found if of in ("float", "int"))
 
 
 @dataclass(frozen=True, kw_only=True)
