@@ -130,9 +130,7 @@ def check_numbers(of: DataclassInstance) -> None:
         number, least = ("whole", 1) if kind == "int" else ("finite", 0)
         is_number = isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
         if not is_number or isinstance(value, bool) or value < least:
-            raise ScheduleError(
-                f"{type(of).__name__}.{name}={value!r} must be a {number} number of at least {least}"
-            )
+            raise ScheduleError(f"{type(of).__name__}.{name}={value!r} must be a {number} number of at least {least}")
 
 
 @cache

@@ -11,6 +11,7 @@ import lightning
 import nbformat
 import pytest
 import torch
+import yaml
 from nbclient import NotebookClient
 
 from lightning_d9d.cli import main
@@ -33,6 +34,8 @@ SHORT = (
         "32",
     ),
 )
+NUM_CHARACTERS = 8
+"""The length of samples of text; to generate a character takes as long as a forward."""
 TIMEOUT_SECONDS = 600
 """The limit of a command, longer than a busy machine needs."""
 
@@ -44,6 +47,16 @@ def assert_results(folder: Path, picture: str, export: str) -> None:
     assert json.loads((folder / export / "config.json").read_text())["model_type"] == "qwen3_moe"
     assert sum(file.stat().st_size for file in (folder / export).glob("*.safetensors")) > 4 * 1_800_000
     assert (folder / "checkpoints" / "last.ckpt").exists()
+
+
+def with_short_text(folder: Path) -> tuple[str, str]:
+    """Return arguments that give the callbacks of `tiny.yaml` again, with a short sample of text."""
+    callbacks = yaml.safe_load((EXAMPLES / "tiny.yaml").read_text())["trainer"]["callbacks"]
+    sample = next(each for each in callbacks if each["class_path"] == "TextSample")
+    sample["init_args"]["num_characters"] = NUM_CHARACTERS
+    config = folder / "short.yaml"
+    config.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+    return "--config", str(config)
 
 
 def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -58,7 +71,7 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "training starts at step 0 of 5",
         "interrupted at step 4",
         "training starts at step 4 of 5",
-        "--- 200 generated characters ---",
+        "--- 20 generated characters ---",
         "steps 5, ",
         "unigram entropy 3.",
     ]
@@ -68,21 +81,22 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     for metric in ("train_loss", "tokens_per_s", "val_loss", "val_perplexity"):
         assert f"{metric}=" in result.stdout + result.stderr
     assert_results(tmp_path, "loss_curve.png", "huggingface")
+    shorter = [("--max-new-tokens", str(NUM_CHARACTERS)), (), with_short_text(tmp_path)]
     commands = [shlex.split(line.split(":  ")[1]) for line in result.stdout.split("What next:")[1].strip().splitlines()]
     printed = []
-    for python, flag, module, *arguments in commands:  # in this process: they take less time
+    for (python, flag, module, *arguments), more in zip(commands, shorter, strict=True):  # in this process: faster
         assert [str(Path(python).absolute()), flag, module] == [
             sys.executable,
             "-m",
             "lightning_d9d.cli",
         ]  # short below here
-        monkeypatch.setattr(sys, "argv", ["lightning-d9d", *arguments])
+        monkeypatch.setattr(sys, "argv", ["lightning-d9d", *arguments, *more])
         monkeypatch.setenv("QUICKSTART_OUTPUT", str(tmp_path))
         main()
         printed.append(capsys.readouterr())
     assert printed[0].out.startswith("def ")
     assert printed[1].out.startswith("perplexity ")
-    assert "--- 200 generated characters ---" in printed[2].out
+    assert f"--- {NUM_CHARACTERS} generated characters ---" in printed[2].out
     assert (tmp_path / "yaml" / "export" / "model.safetensors").exists()
 
 
@@ -90,10 +104,11 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
     """Ranks are forks, with their imports made; `test_shutdown.py` has some that make their own."""
     variables = {"QUICKSTART_OUTPUT": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    fit = (*FIT, *with_short_text(tmp_path))
     if launcher == "torchrun":
-        module, arguments = "torch.distributed.run", ("--standalone", "--nproc-per-node", "2", "-m", *FIT, *SHORT)
+        module, arguments = "torch.distributed.run", ("--standalone", "--nproc-per-node", "2", "-m", *fit, *SHORT)
     else:
-        module, arguments = FIT[0], (*FIT[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
+        module, arguments = fit[0], (*fit[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
     how = {"folder": tmp_path, "variables": variables, "module": module, "seconds": TIMEOUT_SECONDS}
     result = run_command(*arguments, **how, forks=True)
     assert result.returncode == 0, result.stderr
@@ -127,6 +142,8 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     commands = [line for line in notebook.cells.pop().source.splitlines() if line.startswith("!")]
+    [sampling] = [cell for cell in notebook.cells if "num_characters=200" in cell.source]
+    sampling.source = sampling.source.replace("=200", f"={NUM_CHARACTERS}")
     NotebookClient(notebook, timeout=TIMEOUT_SECONDS, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
     assert_results(tmp_path / "notebook", "loss_curve.png", "huggingface")
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
@@ -134,6 +151,7 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     for line, said in zip(commands, ("def ", "perplexity "), strict=True):
         words = shlex.split(line.format(sys=sys, output=tmp_path / "notebook", L=lightning))
         assert words[:3] == [f"!{sys.executable}", "-m", "lightning_d9d.cli"]
+        words = [str(NUM_CHARACTERS) if word == "100" else word for word in words]
         monkeypatch.setattr(sys, "argv", ["lightning-d9d", *words[3:]])
         main()
         assert capsys.readouterr().out.startswith(said)
