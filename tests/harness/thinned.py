@@ -105,9 +105,12 @@ THINNED = {
         "stream, workers-Staged",
         "stateful, workers-Plain",
     ),
+    "strategy/test_resume_loaders.py::test_an_epoch_that_a_limit_ends_is_over": ("stream, workers",),
+    "strategy/test_resume_loaders.py::test_saved_in_the_last_batch_of_an_epoch": ("stream, workers",),
     "strategy/test_trained_only.py::test_another_base_is_refused": ("sharded",),
     # Loops, data, callbacks, checkpoints
     "loop/test_uneven_batches.py::test_a_run_goes_on_in_the_middle_of_an_epoch": (
+        "a DataLoader-2-1",
         "with workers-2-1",
         "counted batches-1-2",
     ),
