@@ -34,6 +34,7 @@ _NAMES = (
     ("Optimizer", OPTIMIZER),
     ("adamw", OPTIMIZER),
     ("_foreach_norm", CLIPPING),
+    ("vector_norm", CLIPPING),
     ("_foreach", OPTIMIZER),
     ("attention", ATTENTION),
     ("FlashAttn", ATTENTION),

@@ -73,6 +73,17 @@ def costliest(plan: Plan) -> list[tuple[str, float]]:
     return sorted((each for each in named if each[1] > 0), key=lambda each: -each[1])[:3]
 
 
+def of_host(plan: Plan) -> str | None:
+    """Return a sentence on the host if it needs more time than the device computes; otherwise None."""
+    computed, host = plan.timed.seconds.compute, plan.timed.host_seconds
+    if host <= computed:
+        return None
+    return (
+        f"the host needs about {host:.2f} s or more to launch what the device computes in {computed:.2f} s, so a step "
+        "takes longer than planned; larger microbatches have fewer launches"
+    )
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return a table whose first column is aligned to the left, and all others to the right."""
     lines = [[str(cell) for cell in row] for row in (header, *rows)]
@@ -144,6 +155,8 @@ def report(plan: Plan) -> str:
         f"a checkpoint takes {plan.checkpoint_bytes / 1e9:.1f} GB of disk",
         f"memory of a node's host: {plan.host if plan.host.total else 'none'}",
     ]
+    if said := of_host(plan):
+        lines.append(said)
     if plan.machine.not_measured:
         lines.append(f"not measured on this device: {', '.join(plan.machine.not_measured)}")
     lines.append(f"rates: {plan.machine.source}")

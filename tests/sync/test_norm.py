@@ -202,6 +202,18 @@ def test_dtypes_mix(norm_type: float) -> None:
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_large_and_small_gradients_in_bfloat16(norm_type: float) -> None:
+    """The norms of large ones are those of the norms of their rows."""
+    sizes = [(1024, 1024), (7,), (2, 1024, 513), (1,)]
+    parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    whole = torch.cat([parameter.grad.double().flatten() for parameter in parameters if parameter.grad is not None])
+    expected = torch.linalg.vector_norm(whole, norm_type).float()
+    assert_close_named("norm", gradient_norm(parameters, norm_type), expected)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_bfloat16_gradients_are_summed_in_float32(norm_type: float) -> None:
     ours = [plain(values(i, 100, dtype=torch.bfloat16)) for i in range(20)]
     in_float32 = [p.grad.float() for p in ours if p.grad is not None]
