@@ -62,34 +62,6 @@ def fit(rank: RankContext, parallel: ParallelConfig, **options: Any) -> tuple[di
     return results, overflows
 
 
-@pytest.mark.ranks(2)
-def test_no_token_is_lost(rank: RankContext) -> None:
-    """Weights, losses, norms and biases are those of all-to-all; tokens of experts count once."""
-    expected, none = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
-    assert none == []
-    assert any(name.endswith("bias") for name in expected)
-    actual, overflows = fit(rank, ParallelConfig(expert_dispatch="peer", expert_capacity=1.0))
-    assert len(overflows) == STEPS
-    assert True in overflows
-    assert_tensors_close(actual, expected)
-    spacious, overflows = fit(rank, ParallelConfig(expert_dispatch="peer", expert_capacity=4.0))
-    assert overflows == [False] * STEPS
-    assert_tensors_close(spacious, expected)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"accumulate_grad_batches": 2}, "expert_dispatch='peer' with accumulate_grad_batches=2: .*microbatch_size"),
-        ({"step_in_backward": True, "gradient_clip_val": None}, "expert_dispatch='peer' with step_in_backward=True"),
-    ],
-)
-def test_what_cannot_be_computed_again_is_refused(rank: RankContext, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        fit(rank, ParallelConfig(expert_dispatch="peer"), **options)
-
-
 @contextmanager
 def heard() -> Generator[list[str]]:
     """Return the lines that this rank logs inside the block."""
@@ -116,22 +88,41 @@ def on_devices_that_reach_each_other(rank: RankContext) -> Generator[None]:
 
 
 @pytest.mark.ranks(2)
+def test_no_token_is_lost(rank: RankContext) -> None:
+    """Weights, losses, norms and biases are those of all-to-all; tokens of experts count once. "auto" does the same."""
+    expected, none = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
+    assert none == []
+    assert any(name.endswith("bias") for name in expected)
+    actual, overflows = fit(rank, ParallelConfig(expert_dispatch="peer", expert_capacity=1.0))
+    assert len(overflows) == STEPS
+    assert True in overflows
+    assert_tensors_close(actual, expected)
+    with on_devices_that_reach_each_other(rank):
+        spacious, overflows = fit(rank, ParallelConfig(expert_capacity=4.0))
+    assert overflows == [False] * STEPS
+    assert_tensors_close(spacious, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "expert_dispatch='peer' with accumulate_grad_batches=2: .*microbatch_size"),
+        ({"step_in_backward": True, "gradient_clip_val": None}, "expert_dispatch='peer' with step_in_backward=True"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_refused(rank: RankContext, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(rank, ParallelConfig(expert_dispatch="peer"), **options)
+
+
+@pytest.mark.ranks(2)
 def test_auto_takes_all_to_all_on_the_cpu(rank: RankContext) -> None:
     with heard() as lines:
         _, overflows = fit(rank, ParallelConfig(expert_capacity=2.0))
     assert overflows == []
     said = "expert_dispatch='auto' takes all_to_all: experts are not on CUDA devices"
     assert sum(said in line for line in lines) == (rank.rank == 0)
-
-
-@pytest.mark.ranks(2)
-def test_auto_takes_peers_on_devices_that_reach_each_other(rank: RankContext) -> None:
-    expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
-    with on_devices_that_reach_each_other(rank):
-        actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0))
-    assert len(overflows) == STEPS
-    assert True in overflows
-    assert_tensors_close(actual, expected)
 
 
 @pytest.mark.ranks(2)
