@@ -45,6 +45,7 @@ BUSY_SECONDS = 1.0
 """Time for which a rank of the same host may answer before its process is examined."""
 HELD_SECONDS = 15.0
 """Time without the interpreter after which the timer in C writes the stacks, in a job of several nodes."""
+_WAITS = "waits for others since"
 _AGAIN_SECONDS = 10.0
 """A signal that arrives sooner after a report belongs to it, as when a scheduler sends it to all ranks."""
 _POLL_SECONDS = 0.05
@@ -137,6 +138,7 @@ class HangWatch:
         self._number = 1
         self._asked: str | None = None
         self._last_at = -_AGAIN_SECONDS
+        self._last_reason = ""
         self._progress_at = time.monotonic()
         self._stalled: Snapshot | None = None
         self._stalled_at = 0.0
@@ -220,7 +222,7 @@ class HangWatch:
             return
         if wake is None:
             self._report_without_store(reason, seconds)
-        else:
+        elif not (self._is_reported() and _WAITS in self._last_reason):
             self._asked = reason
             wake()
             self._answered.wait(ANSWER_SECONDS + 5)
@@ -262,8 +264,12 @@ class HangWatch:
 
     def ask(self) -> None:
         """Request a report, as a signal does."""
-        if self.places and time.monotonic() > self._last_at + _AGAIN_SECONDS:
+        if self.places and not self._is_reported():
             self._asked = f"{signal.Signals(self.signal_number).name} came to rank {self.rank}"
+
+    def _is_reported(self) -> bool:
+        """Return True if a report was requested a short time ago."""
+        return time.monotonic() <= self._last_at + _AGAIN_SECONDS
 
     def talk(self, store: dist.Store) -> None:
         """Request a report, answer a request, or begin to write one.
@@ -281,7 +287,7 @@ class HangWatch:
             return
         self._answered.clear()
         by, reason = value_of(key, store.get(key), _is_question)
-        self._last_at = time.monotonic()
+        self._last_at, self._last_reason = time.monotonic(), reason
         if by != self.rank:
             store.set(f"{key}/{self.rank}", self._snapshot().to_json())
             self._number += 1
@@ -420,9 +426,9 @@ class HangWatch:
             return  # it computes, or leaves a wait with an error
         self._stalled = snapshot
         late = [call for call in pending if call.seconds > self.limit_seconds * self._late_share(call)]
-        if late and not self._has_warned and self.places:
+        if late and not self._has_warned and self.places and not self._is_reported():
             self._has_warned = True
-            self._asked = f"rank {self.rank} waits for others since {late[0].seconds:.0f} s"
+            self._asked = f"rank {self.rank} {_WAITS} {late[0].seconds:.0f} s"
         stalled_seconds = time.monotonic() - self._progress_at
         for call in late:  # of the step that stalls, or of one that the host has left before
             if self._late_share(call) < 1 and call.limit_seconds < call.seconds < call.limit_seconds + stalled_seconds:
