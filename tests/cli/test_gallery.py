@@ -62,6 +62,8 @@ def fit_on_ranks(name: str, output: str, degrees: dict[str, int], options: list[
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     write_tiny(tmp_path, num_layers=4)
+    text = "The loss of a text that repeats falls from one step to the next. " * 200
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps({'text': text})}\n" * 20)
     return tmp_path / "base"
 
 
