@@ -80,6 +80,14 @@ def test_slow_tests_are_written_and_left_out(tmp_path: Path) -> None:
     assert "quick tests took" not in output
 
 
+def test_quick_tests_are_chosen_beside_rows_for_meshes() -> None:
+    """The table of such rows is compared with all tests of a file, also with those that are not quick."""
+    command = [sys.executable, "-m", "pytest", "-q", "--quick", "--collect-only", "tests/strategy/test_pipeline.py"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "test_two_stages_of_ranks_equal_plain_torch[1f1b]" in ended.stdout
+
+
 def test_merged_durations() -> None:
     old = {"a::gone": 9.0, "a::kept": 8.0, "a::faster": 7.0, "b::x": 6.0}
     ran = {"a::faster": SLOW_SECONDS / 2, "a::new": SLOW_SECONDS}

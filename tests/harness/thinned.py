@@ -5,6 +5,8 @@ They get the marker `meshes` as those do that have it where they are written. A 
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 
 THINNED = {
@@ -215,8 +217,8 @@ NAMES = frozenset(
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the option -m leaves some out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before others leave some out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Mark the rows.
 
     Raises:
@@ -230,3 +232,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in NAMES:
             item.add_marker(pytest.mark.meshes)
+    return (yield)
