@@ -46,6 +46,7 @@ BUSY_SECONDS = 1.0
 HELD_SECONDS = 15.0
 """Time without the interpreter after which the timer in C writes the stacks, in a job of several nodes."""
 _WAITS = "waits for others since"
+"""Words of the reason for a report while ranks wait. It also explains an error that soon ends the wait."""
 _AGAIN_SECONDS = 10.0
 """A signal that arrives sooner after a report belongs to it, as when a scheduler sends it to all ranks."""
 _POLL_SECONDS = 0.05

@@ -170,6 +170,26 @@ def test_a_wait_on_nccl_longer_than_its_limit_fails_the_job(
         watch.close()
 
 
+@pytest.mark.parametrize("first", ["RuntimeError: timed out", "rank 1 waits for others since 5 s"])
+def test_a_rank_does_not_ask_again_for_what_another_has_reported(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its wait grows late while the job ends, or ends with an error."""
+    late = replace(call("0", 12), seconds=5.0)
+    monkeypatch.setattr(snapshots, "take", lambda *_, **__: snapshot(0, WAITS, late))
+    watch = HangWatch(0, 4, tmp_path, several_nodes=False, signal_number=0)
+    watch.places = [watch.place, watch.place]
+    store = dist.HashStore()
+    store.set("hang/1", json.dumps([1, first]))
+    watch.talk(store)
+    assert store.check(["hang/1/0"])
+    watch._look_at_stall(snapshots.take(0, 0))
+    if "waits for others" in first:
+        watch.explain(RuntimeError(), "RuntimeError: timed out", lambda: watch.talk(store), 1, True)
+    watch.talk(store)
+    assert not store.check(["hang/2"])
+
+
 def test_the_report_has_the_stacks_of_all_ranks() -> None:
     ranks = known(snapshot(0, WAITS, call("0", 12)), snapshot(1, LOOPS), silent={2: Silent("gone", "written by C")})
     text = report_text(ranks, "SIGUSR2 came to rank 1", diagnose(ranks), "now")

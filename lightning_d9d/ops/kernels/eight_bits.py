@@ -1,11 +1,12 @@
 """Kernel of AdamW for many tensors whose states are in eight bits.
 
-[Note: octets] A GPU that reads 4 TB/s has time for about 75 instructions for each element, so instructions limit this
-kernel, not memory. A thread works on 8 consecutive places of a row, an *octet*: 16 bytes of bfloat16 and two calls of
-Philox. It reads and writes whole words of 64 bits, and each place of an octet is a tensor of its own. So a tensor has
-one element for each thread, and only the largest magnitudes of a block are exchanged between threads. A program is one
-warp, so that it waits for no other one. The compiler loads late, to keep few registers, so the next octets are fetched
-into the L2 cache ahead. Other inline assembly does by one instruction what the compiler does by several.
+[Note: octets] A GPU that reads 4 TB/s has time for about 75 instructions for each element. So the kernel must run few,
+and must not wait for memory. A thread works on 8 consecutive places of a row, an *octet*: 16 bytes of bfloat16 and two
+calls of Philox. It reads and writes whole words of 64 bits, and each place of an octet is a tensor of its own.
+So a tensor has one element for each thread, and only the largest magnitudes of a block are exchanged between threads. A
+program is one warp, so that it waits for no other one. The compiler loads late, to keep few registers, so the next
+octets are fetched into the L2 cache ahead. Other inline assembly does by one instruction what the compiler does by
+several.
 """
 
 from __future__ import annotations
