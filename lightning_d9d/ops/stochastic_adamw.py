@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_d9d.ops.backend import runs_triton
@@ -162,13 +163,12 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
     is_rounded = any(target.dtype != torch.float32 for target in targets)
     random = _random_bits(p, g, tensors.place, scalars.seed, step, has_codes) if is_rounded else [None] * 3
     beta1, beta2 = scalars.betas
-    g = g * unscale
-    m = m + (g - m) * (1 - beta1)
-    v = v * beta2 + g * g * (1 - beta2)
-    if has_codes:
-        v = v.clamp(min=LEAST_SQUARE)
+    of_average, of_square = unscale * (1 - beta1), unscale * math.sqrt(1 - beta2)
+    m = fma(g, of_average, m * beta1)
+    scaled = g * of_square
+    v = fma(scaled, scaled, fma(v, beta2, LEAST_SQUARE) if has_codes else v * beta2)
     root = v.double().sqrt().float()  # rounded correctly; torch's float32 root is not on every CPU
-    p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
+    p = fma(-m / fma(root, inverse_root, scalars.eps), step_size, p * decay)
     beside = None, tensors.exp_avg_scale, tensors.exp_avg_sq_scale
     for target, value, bits, scale in zip(targets, (p, m, v), random, beside, strict=True):
         if scale is not None and bits is not None:
@@ -179,6 +179,23 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
             target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 and bits is not None else value)
 
 
+def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """Compute `a * b + c` in float32, rounded once, as GPUs do. Numbers are rounded to float32 before.
+
+    The product of two float32 is exact in float64. The sum is rounded to odd there: to the neighbour whose last bit is
+    1 if it is not exact. So rounding it once more, to float32, is as good as rounding once.
+    """
+    b, c = (torch.as_tensor(each, dtype=torch.float32, device=a.device).double() for each in (b, c))
+    product = a.double() * b
+    total = product + c
+    of_c = total - product
+    error = (product - (total - of_c)) + (c - of_c)
+    bits = total.view(torch.int64)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    is_cut = ((error < 0) | (error > 0)) & (bits % 2 == 0)
+    return (bits + toward * is_cut).view(torch.float64).float()
+
+
 def _values(stored: Tensor, scales: Tensor | None, kind: Codes) -> Tensor:
     return stored.float() if scales is None else decoded(stored, scales, kind)
 
@@ -187,16 +204,34 @@ def _random_bits(p: Tensor, g: Tensor, place: Place, seed: int, step: Tensor, ha
     """Return the random bits for each element of the parameter, its first and its second average, in the lower bits."""
     index = place.indices(p.device)
     key = torch.stack([torch.full_like(step, seed, dtype=torch.int64), step.long()])
+    if has_codes:
+        word = _word_of_octets(p, g, index, key)
+        return word >> 16, word, (word * SPREAD & WORD) >> 32 - CUT
     quad = index // 4
     words = torch.stack(philox((quad & WORD, quad >> 32, 0 * quad, 0 * quad), key), -1)
     word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
     of_gradient, of_value = (each.contiguous().view(torch.int32).long() & WORD for each in (g, p))
-    if has_codes:
-        word = word + of_gradient * SPREAD + of_value * OTHER_SPREAD & WORD
-        return word >> 16, word, (word * SPREAD & WORD) >> 32 - CUT
     mixed = (of_gradient ^ of_value >> 16) * SPREAD & WORD
     word = word + (mixed ^ mixed >> 16) & WORD
     return word, word >> 16, (word * SPREAD & WORD) >> 16
+
+
+def _word_of_octets(p: Tensor, g: Tensor, index: Tensor, key: Tensor) -> Tensor:
+    """Return the random word of each element of a parameter with states in eight bits."""
+    columns = p.shape[-1]
+    place = torch.arange(columns, device=p.device) % 8
+
+    def octets(values: Tensor) -> Tensor:
+        return F.pad(values, (0, -columns % 8)).unflatten(-1, (-1, 8))
+
+    def sums(values: Tensor) -> Tensor:
+        bits = values.contiguous().view(torch.int32).long() & WORD
+        return octets(torch.where(place % 2 == 0, bits >> 16, bits)).sum(-1) & WORD
+
+    first = octets(index)[..., 0]
+    words = torch.stack(philox((first & WORD, first >> 32, sums(p), sums(g)), key), -1)
+    words = torch.cat([words, words * OTHER_SPREAD & WORD], -1)
+    return words.flatten(-2)[..., :columns]
 
 
 class Block(NamedTuple):

@@ -11,6 +11,8 @@ several.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from triton import knobs
 
 from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.kernels.stochastic import _index, _philox, _pointer, _raised, _store, _widened, _words
+from lightning_d9d.ops.kernels.stochastic import _fma, _index, _philox, _pointer, _raised, _store, _widened
 from lightning_d9d.ops.philox import OTHER_SPREAD, SPREAD
 
 _BLOCKS = 8
@@ -34,8 +36,7 @@ _CUT, _NOT_CUT, _LOWER = tl.constexpr(CUT), tl.constexpr(32 - CUT), tl.constexpr
 _COLUMNS = tl.constexpr(COLUMNS)
 _SPREAD = tl.constexpr(SPREAD)
 _OTHER_SPREAD = tl.constexpr(OTHER_SPREAD)
-_TO_TOP = tl.constexpr(32 - CUT - 8)
-_SIGN = tl.constexpr(-(2**31))
+_UPPER = tl.constexpr(0xFFFF0000)
 _OCTETS = tl.constexpr(BLOCK // 8)
 _LEAST = tl.constexpr(LEAST_SQUARE)
 _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE = map(tl.constexpr, AVERAGE)
@@ -77,9 +78,9 @@ def adamw(
         scalars,
         found_inf,
         seed,
-        betas[1],
+        *betas,
         1 - betas[0],
-        1 - betas[1],
+        math.sqrt(1 - betas[1]),
         eps,
         dtypes[0] == torch.float32,
         dtypes[1] == torch.float32,
@@ -98,6 +99,11 @@ def _as_float(bits):
 @triton.jit
 def _as_bits(values):
     return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _as_word(values):
+    return values.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -150,18 +156,6 @@ def _quotient(numerator, denominator):
 
 
 @triton.jit
-def _byte(words, PLACE: tl.constexpr):
-    """Take a byte of words."""
-    if _INTERPRETED:
-        return ((words >> 8 * PLACE) & 255).to(tl.int32)
-    else:
-        select = tl.full(words.shape, 0x4440 + PLACE, tl.int32)  # this byte, and three that are 0
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, select], dtype=tl.int32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
 def _four_upper_bytes(w0, w1, w2, w3):
     """Put the upper bytes of four words together, the first one lowest."""
     if _INTERPRETED:
@@ -190,6 +184,40 @@ def _upper_halves(w0, w1):
     else:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [w0, w1], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _difference(pairs, others):
+    """Subtract pairs of bfloat16 that have an exact difference."""
+    if _INTERPRETED:
+        low = _as_float(pairs << 16) - _as_float(others << 16)
+        return _upper_halves(_as_word(low), _as_word(_as_float(pairs & _UPPER) - _as_float(others & _UPPER)))
+    else:
+        return tl.inline_asm_elementwise(
+            "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, others], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _above(pairs, bases):
+    """Subtract bases from pairs of 16 bits; the rest is 0 if it is negative."""
+    if _INTERPRETED:
+        low = tl.maximum(pairs & 0xFFFF, bases & 0xFFFF) - (bases & 0xFFFF)
+        return low | (tl.maximum(pairs & _UPPER, bases & _UPPER) - (bases & _UPPER))
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 minus, rest;
+            sub.u32 minus, 0, $2;
+            add.s16x2 rest, $1, minus;
+            max.relu.s16x2 $0, rest, rest;
+            }""",
+            "=r,r,r",
+            [pairs, bases],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
         )
 
 
@@ -225,13 +253,6 @@ def _joined(low, high):
 
 
 @triton.jit
-def _upper_bytes(words):
-    """Put the upper bytes of eight words together, in words of 64 bits."""
-    low = _four_upper_bytes(words[0], words[1], words[2], words[3])
-    return _joined(low, _four_upper_bytes(words[4], words[5], words[6], words[7]))
-
-
-@triton.jit
 def _load_words(pointer):
     """Load four words of 32 bits."""
     low, high = tl.split(tl.load(pointer[:, None] + tl.arange(0, 2)))
@@ -247,18 +268,24 @@ def _store_words(pointer, words):
 
 @triton.jit
 def _load_octet(address, octet, WIDE: tl.constexpr):
-    """Load the values of octets that lie one after the other from an address: float32, or bfloat16 as float32."""
+    """Load octets that lie one after the other from an address: float32, or bfloat16 as float32.
+
+    Returns:
+        The sum of the values' bits, those of even places shifted right by 16, and the values.
+    """
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
     values = ()
     if WIDE:
         words = _load_words(pointer + octet * 4) + _load_words(pointer + octet * 4 + 2)
         for place in tl.static_range(8):  # type: ignore[misc]
             values += (_as_float(words[place]),)
+        odd = words[1] + words[3] + words[5] + words[7]
+        return (words[0] >> 16) + (words[2] >> 16) + (words[4] >> 16) + (words[6] >> 16) + odd, values
     else:
         words = _load_words(pointer + octet * 2)
         for pair in tl.static_range(4):  # type: ignore[misc]
-            values += (_as_float(words[pair] << 16), _as_float(words[pair] & 0xFFFF0000))
-    return values
+            values += (_as_float(words[pair] << 16), _as_float(words[pair] & _UPPER))
+        return words[0] + words[1] + words[2] + words[3], values
 
 
 @triton.jit
@@ -280,41 +307,52 @@ def _store_octet(address, octet, values, random, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _average(code, sign, base):
-    """Decode 7 bits of codes of averages; the highest bit of `sign` is theirs."""
-    magnitude = _as_float((code << _CUT) + base) - _as_float(base)
-    return _as_float(_as_bits(magnitude) | (sign & _SIGN))
+def _averages(word, base):
+    """Decode a word of four codes of averages; `base` has the upper half of the scale's number twice."""
+    even = _difference(((word & 0x007F007F) << 3) + base, base) | ((word << 8) & 0x80008000)
+    odd = _difference(((word & 0x7F007F00) >> 5) + base, base) | (word & 0x80008000)
+    return _as_float(even << 16), _as_float(odd << 16), _as_float(even & _UPPER), _as_float(odd & _UPPER)
 
 
 @triton.jit
-def _square(code, base):
-    """Decode codes of squares."""
-    return _as_float((code << _CUT) + base)
+def _squares(word, base):
+    """Decode a word of four codes of squares."""
+    even, odd = ((word & 0x00FF00FF) << 3) + base, ((word & 0xFF00FF00) >> 5) + base
+    return _as_float(even << 16), _as_float(odd << 16), _as_float(even & _UPPER), _as_float(odd & _UPPER)
 
 
 @triton.jit
-def _average_code(value, scale, random):
-    """Encode averages, by the lower bits of random words; codes are the upper bytes."""
-    base = scale << 23
-    steps = _as_bits(tl.abs(value) + _as_float(base)) - base + (random & _LOWER).to(tl.int32, bitcast=True)
-    return ((steps << _TO_TOP) | (_as_bits(value) & _SIGN)).to(tl.uint32, bitcast=True)
+def _raised_average(value, base, random):
+    """Add random bits to an average, of which the code then has the bits above."""
+    return (_as_bits(tl.abs(value) + _as_float(base)) - base).to(tl.uint32, bitcast=True) + (random & _LOWER)
 
 
 @triton.jit
-def _square_code(bits, scale, random):
-    """Encode the bits of squares, by the upper bits of a product with random words; codes are the upper bytes."""
-    raised = bits + ((random * _SPREAD) >> _NOT_CUT).to(tl.int32, bitcast=True)
-    return ((tl.maximum(raised, scale << 23) << _TO_TOP) - (scale << 23 + _TO_TOP)).to(tl.uint32, bitcast=True)
+def _raised_square(value, random):
+    """Add random bits to a square, of which the code then has the bits above."""
+    return _as_word(value) + ((random * _SPREAD) >> _NOT_CUT)
+
+
+@triton.jit
+def _codes(even, odd):
+    """Put four codes together, which pairs of 16 bits have from bit 3 on."""
+    return ((even >> 3) & 0x00FF00FF) | ((odd << 5) & 0xFF00FF00)
+
+
+@triton.jit
+def _twice(scale):
+    """Put the upper half of a scale's number into both halves of a word."""
+    return scale.to(tl.uint32) * 0x00800080
 
 
 @triton.jit
 def _updated(p, g, m, v, factors):
     """Compute a step of AdamW."""
-    step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps = factors
-    g = g * unscale
-    m = m + (g - m) * one_minus_beta1
-    v = tl.maximum(v * beta2 + g * g * one_minus_beta2, _LEAST)
-    return p * decay - _quotient(m, _root(v) * inverse_root + eps) * step_size, m, v
+    step_size, inverse_root, decay, of_average, of_square, beta1, beta2, eps = factors
+    m = _fma(g, of_average, m * beta1)
+    root = g * of_square
+    v = _fma(root, root, _fma(v, beta2, _LEAST))
+    return _fma(-_quotient(m, _fma(_root(v), inverse_root, eps)), step_size, p * decay), m, v
 
 
 @triton.jit
@@ -337,7 +375,7 @@ def _largest_of_blocks(values):
 @jit(do_not_specialize=["seed"])
 def _adamw(
     parts, gradients, chunks, scalars, found_inf, seed,
-    beta2, one_minus_beta1, one_minus_beta2, eps,
+    beta1, beta2, one_minus_beta1, root_of_rest, eps,
     WIDE_PARAMETER: tl.constexpr, WIDE_GRADIENT: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     if found_inf is not None:  # noqa: SIM102  # this is decided when it is compiled
@@ -355,7 +393,8 @@ def _adamw(
     length, stride, columns = tl.load(parts + 8), tl.load(parts + 9), tl.load(parts + 10)
     step_size, inverse_root = tl.load(scalars), tl.load(scalars + 1)
     decay, unscale = tl.load(scalars + 2), tl.load(scalars + 3)
-    factors = (step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps)
+    of_average, of_square = unscale * one_minus_beta1, unscale * root_of_rest
+    factors = (step_size, inverse_root, decay, of_average, of_square, beta1, beta2, eps)
     key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
     is_sliced = length < size  # the rows are parts of longer ones
     has_blocks = (first % _BLOCK == 0) & ((not is_sliced) | (stride % _BLOCK == 0))  # in the whole tensor
@@ -398,8 +437,6 @@ def _adamw(
         is_block = number < end
         mask = is_block[:, None] & (column < columns)
         index = first + offsets // length * stride + offsets % length
-        w0, w1, w2, w3 = _words(index // 4, key0, key1)
-        words = tl.where(index % 2 == 0, tl.where(index % 4 == 0, w0, w2), tl.where(index % 4 == 1, w1, w3))
         _update(
             _pointer(parameter, WIDE_PARAMETER) + offsets,
             _pointer(gradient, WIDE_GRADIENT) + offsets,
@@ -409,7 +446,10 @@ def _adamw(
             sq_scale + number,
             mask,
             is_block,
-            words,
+            places,
+            index - places % 8,
+            key0,
+            key1,
             factors,
             WIDE_PARAMETER,
         )
@@ -433,44 +473,52 @@ def _update_octets(
     WIDE_GRADIENT: tl.constexpr,
 ):
     """Update whole blocks. [Note: octets]."""
-    m_base, v_base = tl.load(avg_scale).to(tl.int32) << 23, tl.load(sq_scale).to(tl.int32) << 23
-    p = _load_octet(parameter, octet, WIDE_PARAMETER)
-    g = _load_octet(gradient, octet, WIDE_GRADIENT)
+    m_base, v_base = _twice(tl.load(avg_scale)), _twice(tl.load(sq_scale))
+    p_words, p = _load_octet(parameter, octet, WIDE_PARAMETER)
+    g_words, g = _load_octet(gradient, octet, WIDE_GRADIENT)
     exp_avg = tl.multiple_of(exp_avg.to(tl.pointer_type(tl.int64)), 8) + octet
     exp_avg_sq = tl.multiple_of(exp_avg_sq.to(tl.pointer_type(tl.int64)), 8) + octet
     m_codes, v_codes = _split(tl.load(exp_avg)), _split(tl.load(exp_avg_sq))
-    low, high = (index >> 2).to(tl.uint32), (index >> 34).to(tl.uint32)
-    none = tl.zeros_like(low)
-    words = _philox(low, high, none, none, key0, key1) + _philox(low | 1, high, none, none, key0, key1)
+    m = _averages(m_codes[0], m_base) + _averages(m_codes[1], m_base)
+    v = _squares(v_codes[0], v_base) + _squares(v_codes[1], v_base)
+    words = _philox(index.to(tl.uint32), (index >> 32).to(tl.uint32), p_words, g_words, key0, key1)
     values = ()
     averages = ()
     magnitudes = ()
     squares = ()
     random = ()
     for place in tl.static_range(8):  # type: ignore[misc]
-        m_code, v_code = m_codes[place // 4], v_codes[place // 4]
-        sign = (m_code << 24 - 8 * (place % 4)).to(tl.int32, bitcast=True)
-        m = _average(_byte(m_code & 0x7F7F7F7F, place % 4), sign, m_base)
-        v = _square(_byte(v_code, place % 4), v_base)
-        random += (_mixed(words[place], p[place], g[place]),)
-        value, m, v = _updated(p[place], g[place], m, v, factors)
+        random += (words[place] if place < 4 else words[place - 4] * _OTHER_SPREAD,)
+        value, average, square = _updated(p[place], g[place], m[place], v[place], factors)
         values += (value,)
-        averages += (m,)
-        magnitudes += (tl.abs(m),)
-        squares += (_as_bits(v),)
+        averages += (average,)
+        magnitudes += (tl.abs(average),)
+        squares += (square,)
     _store_octet(parameter, octet, values, random, WIDE_PARAMETER)
-    m_largest, v_largest = _as_bits(_largest_of_blocks(magnitudes)), _largest_of_blocks(squares)
+    m_largest, v_largest = _as_bits(_largest_of_blocks(magnitudes)), _as_bits(_largest_of_blocks(squares))
     m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
     v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
     tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_first)
     tl.store(sq_scale, v_scale.to(tl.uint8), mask=is_first)
-    of_averages = ()
-    of_squares = ()
-    for place in tl.static_range(8):  # type: ignore[misc]
-        of_averages += (_average_code(averages[place], m_scale, random[place]),)
-        of_squares += (_square_code(squares[place], v_scale, random[place]),)
-    tl.store(exp_avg, _upper_bytes(of_averages))
-    tl.store(exp_avg_sq, _upper_bytes(of_squares))
+    m_base, v_base = m_scale << 23, _twice(v_scale)
+    m_words = ()
+    v_words = ()
+    for quad in tl.static_range(2):  # type: ignore[misc]
+        raised = ()
+        of_squares = ()
+        for place in tl.static_range(4 * quad, 4 * quad + 4):  # type: ignore[misc]
+            raised += (_raised_average(averages[place], m_base, random[place]),)
+            of_squares += (_raised_square(squares[place], random[place]),)
+        signs = _four_upper_bytes(
+            _as_word(averages[4 * quad]), _as_word(averages[4 * quad + 1]),
+            _as_word(averages[4 * quad + 2]), _as_word(averages[4 * quad + 3]),
+        )  # fmt: skip
+        m_word = _codes(_upper_halves(raised[0], raised[2]), _upper_halves(raised[1], raised[3]))
+        m_words += (m_word | (signs & 0x80808080),)
+        even = _above(_upper_halves(of_squares[0], of_squares[2]), v_base)
+        v_words += (_codes(even, _above(_upper_halves(of_squares[1], of_squares[3]), v_base)),)
+    tl.store(exp_avg, _joined(m_words[0], m_words[1]))
+    tl.store(exp_avg_sq, _joined(v_words[0], v_words[1]))
 
 
 @triton.jit
@@ -491,7 +539,10 @@ def _update(
     sq_scale,
     mask,
     is_block,
-    words,
+    places,
+    index,
+    key0,
+    key1,
     factors,
     WIDE_PARAMETER: tl.constexpr,
 ):
@@ -500,21 +551,31 @@ def _update(
     p = _widened(_load(parameter, mask))
     g = _widened(_load(gradient, mask))
     m_code = _load(exp_avg, mask).to(tl.int32)
-    words = _mixed(words, p, g)
-    m = _average(m_code & 127, m_code << 24, m_base)
-    v = _square(_load(exp_avg_sq, mask).to(tl.int32), v_base)
+    m = _as_float(((m_code & 127) << _CUT) + m_base) - _as_float(m_base)
+    m = tl.where(m_code < 128, m, -m)
+    v = _as_float((_load(exp_avg_sq, mask).to(tl.int32) << _CUT) + v_base)
+    w0, w1, w2, w3 = _philox(
+        index.to(tl.uint32), (index >> 32).to(tl.uint32), _sums(p, places), _sums(g, places), key0, key1
+    )
+    words = tl.where(places % 2 == 0, tl.where(places % 4 == 0, w0, w2), tl.where(places % 4 == 1, w1, w3))
+    words = tl.where(places % 8 < 4, words, words * _OTHER_SPREAD)
     p, m, v = _updated(p, g, m, v, factors)
     _store(parameter, p, words >> 16, mask, WIDE_PARAMETER)
     m_largest, v_largest = _as_bits(tl.max(tl.abs(m), axis=1)), _as_bits(tl.max(v, axis=1))
     m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
     v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
-    tl.store(exp_avg, (_average_code(m, m_scale[:, None], words) >> 24).to(tl.uint8), mask=mask)
-    tl.store(exp_avg_sq, (_square_code(_as_bits(v), v_scale[:, None], words) >> 24).to(tl.uint8), mask=mask)
+    m_code = (_raised_average(m, (m_scale << 23)[:, None], words) >> _CUT) | (_as_word(m) >> 24 & 128)
+    raised = _raised_square(v, words).to(tl.int32, bitcast=True)
+    v_base = (v_scale << 23)[:, None]
+    tl.store(exp_avg, m_code.to(tl.uint8), mask=mask)
+    tl.store(exp_avg_sq, ((tl.maximum(raised, v_base) - v_base) >> _CUT).to(tl.uint8), mask=mask)
     tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_block)
     tl.store(sq_scale, v_scale.to(tl.uint8), mask=is_block)
 
 
 @triton.jit
-def _mixed(words, p, g):
-    """Add a number that depends on the element's values to its random word."""
-    return words + g.to(tl.uint32, bitcast=True) * _SPREAD + p.to(tl.uint32, bitcast=True) * _OTHER_SPREAD
+def _sums(values, places):
+    """Sum the bits of each octet like `_load_octet`; the result has the shape of the values."""
+    words = tl.where(places % 2 == 0, _as_word(values) >> 16, _as_word(values))
+    octets = tl.reshape(words, [words.shape[0], _OCTETS, 8])
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(tl.sum(octets, axis=2), 2), octets.shape), words.shape)
