@@ -177,6 +177,32 @@ def _four_upper_bytes(w0, w1, w2, w3):
 
 
 @triton.jit
+def _raised_value(value, random):
+    """Add the upper 16 bits of random words, like `_raised`, in two instructions."""
+    if _INTERPRETED:
+        return _raised(value, random >> 16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred small;
+            .reg .f32 size;
+            .reg .b32 bits;
+            mov.b32 size, $1;
+            abs.f32 size, size;
+            setp.le.f32 small, size, 0f7F7F0000;
+            selp.b32 bits, $2, 0, small;
+            shr.u32 bits, bits, 16;
+            add.u32 $0, $1, bits;
+            }""",
+            "=r,r,r",
+            [_as_word(value), random],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def _upper_halves(w0, w1):
     """Put the upper halves of two words together, the first one lower."""
     if _INTERPRETED:
@@ -211,7 +237,8 @@ def _above(pairs, bases):
             .reg .b32 minus, rest;
             sub.u32 minus, 0, $2;
             add.s16x2 rest, $1, minus;
-            max.relu.s16x2 $0, rest, rest;
+            mov.b32 minus, 0;
+            max.s16x2 $0, rest, minus;
             }""",
             "=r,r,r",
             [pairs, bases],
@@ -299,25 +326,46 @@ def _store_octet(address, octet, values, random, WIDE: tl.constexpr):
         _store_words(pointer + octet * 4, words[:4])
         _store_words(pointer + octet * 4 + 2, words[4:])
     else:
-        for pair in tl.static_range(4):  # type: ignore[misc]
-            first = _raised(values[2 * pair], random[2 * pair] >> 16)
-            second = _raised(values[2 * pair + 1], random[2 * pair + 1] >> 16)
+        for place in tl.static_range(0, 8, 2):  # type: ignore[misc]
+            first, second = _raised_value(values[place], random[place]), _raised_value(values[place + 1], random[place + 1])
             words += (_upper_halves(first, second),)
         _store_words(pointer + octet * 2, words)
 
 
 @triton.jit
+def _pairs(word, mask, base):
+    """Move masked codes 0 and 2, and 1 and 3, to bit 3 of pairs of 16 bits and above, and add a base."""
+    if _INTERPRETED:
+        return ((word & mask) << 3) + base, (((word >> 8) & mask) << 3) + base
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 odd;
+            mad.lo.u32 $0, $2, 8, $4;
+            shr.u32 odd, $3, 5;
+            add.u32 $1, odd, $4;
+            }""",
+            "=r,=r,r,r,r",
+            [word & mask, word & (mask << 8), base],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def _averages(word, base):
     """Decode a word of four codes of averages; `base` has the upper half of the scale's number twice."""
-    even = _difference(((word & 0x007F007F) << 3) + base, base) | ((word << 8) & 0x80008000)
-    odd = _difference(((word & 0x7F007F00) >> 5) + base, base) | (word & 0x80008000)
+    even, odd = _pairs(word, 0x007F007F, base)
+    even = _difference(even, base) | ((word << 8) & 0x80008000)
+    odd = _difference(odd, base) | (word & 0x80008000)
     return _as_float(even << 16), _as_float(odd << 16), _as_float(even & _UPPER), _as_float(odd & _UPPER)
 
 
 @triton.jit
 def _squares(word, base):
     """Decode a word of four codes of squares."""
-    even, odd = ((word & 0x00FF00FF) << 3) + base, ((word & 0xFF00FF00) >> 5) + base
+    even, odd = _pairs(word, 0x00FF00FF, base)
     return _as_float(even << 16), _as_float(odd << 16), _as_float(even & _UPPER), _as_float(odd & _UPPER)
 
 
@@ -328,15 +376,30 @@ def _raised_average(value, base, random):
 
 
 @triton.jit
-def _raised_square(value, random):
+def _raised_square(bits, random):
     """Add random bits to a square, of which the code then has the bits above."""
-    return _as_word(value) + ((random * _SPREAD) >> _NOT_CUT)
+    return bits.to(tl.uint32, bitcast=True) + ((random * _SPREAD) >> _NOT_CUT)
 
 
 @triton.jit
 def _codes(even, odd):
     """Put four codes together, which pairs of 16 bits have from bit 3 on."""
-    return ((even >> 3) & 0x00FF00FF) | ((odd << 5) & 0xFF00FF00)
+    if _INTERPRETED:
+        return ((even >> 3) & 0x00FF00FF) | ((odd << 5) & 0xFF00FF00)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 even, odd;
+            shr.u32 even, $1, 3;
+            shr.u32 odd, $2, 3;
+            prmt.b32 $0, even, odd, 0x6240;
+            }""",
+            "=r,r,r",
+            [even, odd],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -348,11 +411,11 @@ def _twice(scale):
 @triton.jit
 def _updated(p, g, m, v, factors):
     """Compute a step of AdamW."""
-    step_size, inverse_root, decay, of_average, of_square, beta1, beta2, eps = factors
+    minus_step, inverse_root, decay, of_average, of_square, beta1, beta2, eps = factors
     m = _fma(g, of_average, m * beta1)
     root = g * of_square
     v = _fma(root, root, _fma(v, beta2, _LEAST))
-    return _fma(-_quotient(m, _fma(_root(v), inverse_root, eps)), step_size, p * decay), m, v
+    return _fma(_quotient(m, _fma(_root(v), inverse_root, eps)), minus_step, p * decay), m, v
 
 
 @triton.jit
@@ -394,7 +457,7 @@ def _adamw(
     step_size, inverse_root = tl.load(scalars), tl.load(scalars + 1)
     decay, unscale = tl.load(scalars + 2), tl.load(scalars + 3)
     of_average, of_square = unscale * one_minus_beta1, unscale * root_of_rest
-    factors = (step_size, inverse_root, decay, of_average, of_square, beta1, beta2, eps)
+    factors = (-step_size, inverse_root, decay, of_average, of_square, beta1, beta2, eps)
     key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
     is_sliced = length < size  # the rows are parts of longer ones
     has_blocks = (first % _BLOCK == 0) & ((not is_sliced) | (stride % _BLOCK == 0))  # in the whole tensor
@@ -493,9 +556,9 @@ def _update_octets(
         values += (value,)
         averages += (average,)
         magnitudes += (tl.abs(average),)
-        squares += (square,)
+        squares += (_as_bits(square),)
     _store_octet(parameter, octet, values, random, WIDE_PARAMETER)
-    m_largest, v_largest = _as_bits(_largest_of_blocks(magnitudes)), _as_bits(_largest_of_blocks(squares))
+    m_largest, v_largest = _as_bits(_largest_of_blocks(magnitudes)), _largest_of_blocks(squares)
     m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
     v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
     tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_first)
@@ -565,7 +628,7 @@ def _update(
     m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
     v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
     m_code = (_raised_average(m, (m_scale << 23)[:, None], words) >> _CUT) | (_as_word(m) >> 24 & 128)
-    raised = _raised_square(v, words).to(tl.int32, bitcast=True)
+    raised = _raised_square(_as_bits(v), words).to(tl.int32, bitcast=True)
     v_base = (v_scale << 23)[:, None]
     tl.store(exp_avg, m_code.to(tl.uint8), mask=mask)
     tl.store(exp_avg_sq, ((tl.maximum(raised, v_base) - v_base) >> _CUT).to(tl.uint8), mask=mask)
