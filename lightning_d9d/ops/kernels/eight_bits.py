@@ -235,7 +235,7 @@ def _above(pairs, bases):
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 minus, rest;
-            sub.u32 minus, 0, $2;
+            sub.u32 minus, 0x10000, $2;
             add.s16x2 rest, $1, minus;
             mov.b32 minus, 0;
             max.s16x2 $0, rest, minus;
