@@ -73,7 +73,7 @@ class MultiTensorAdamW:
 
     The formulas use the gradient `g` over `grad_scale`, in step `t`, all in float32:
 
-        m = m + (1 - beta1) (g - m)
+        m = beta1 m + (1 - beta1) g
         v = beta2 v + (1 - beta2) g^2
         p = (1 - lr weight_decay) p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
@@ -85,11 +85,15 @@ class MultiTensorAdamW:
     sum `v`. Any two of these are independent. The bits are the same for any sharding and any order of parameters.
 
     For tensors of at least one dim, states in eight bits have the format that `ops/eight_bits.py` describes. In that
-    format `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, on the 32 bits of both. The
-    upper 16 bits of the sum round `p`, the lower 19 `m`, and the upper 19 of the product `v`.
+    format `2**-126` is added to `v`, so that it is never smaller. Eight consecutive places of a row, from a multiple of
+    eight on, share a call of Philox with the key `(seed, t)`. Its counter has the index of the first of them in the
+    whole parameter. It also has the sums of the bits of their values and of their gradients, those of even places
+    shifted right by 16. Places `k` and `k + 4` have word `k`, and the latter a product with it. The upper 16 bits round
+    `p`, the lower 19 `m`, and the upper 19 of another product `v`.
 
     An instance keeps the addresses of the tensors on the device, so it must be called with the same parameters each
-    time. Gradients may move. Products and sums are rounded one by one, so that CPU and GPU agree.
+    time. Gradients may move. One product of each sum is not rounded before (`fma`). All other results are rounded one
+    by one, so that CPU and GPU agree.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """Kernel of AdamW for many tensors whose states are in eight bits.
 
 [Note: octets] A GPU that reads 4 TB/s has time for about 75 instructions for each element. So the kernel must run few,
-and must not wait for memory. A thread works on 8 consecutive places of a row, an *octet*: 16 bytes of bfloat16 and two
-calls of Philox. It reads and writes whole words of 64 bits, and each place of an octet is a tensor of its own.
+and must not wait for memory. A thread works on 8 consecutive places of a row, an *octet*: 16 bytes of bfloat16 and one
+call of Philox. It reads and writes whole words of 64 bits, and each place of an octet is a tensor of its own.
 So a tensor has one element for each thread, and only the largest magnitudes of a block are exchanged between threads. A
 program is one warp, so that it waits for no other one. The compiler loads late, to keep few registers, so the next
-octets are fetched into the L2 cache ahead. Other inline assembly does by one instruction what the compiler does by
-several.
+octets are fetched into the L2 cache ahead. The kernel runs about 54 instructions for each element. Codes are decoded
+and encoded as pairs of 16 bits: places 0 and 2 of each four, and 1 and 3. `ops/kernels/words.py` has such steps.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _store_words(pointer, words):
 
 
 @triton.jit
-def _load_octet(address, octet, WIDE: tl.constexpr):
-    """Load octets that lie one after the other from an address: float32, or bfloat16 as float32.
+def _load_octet(address, WIDE: tl.constexpr):
+    """Load octets at addresses: float32, or bfloat16 as float32.
 
     Returns:
         The sum of the values' bits, those of even places shifted right by 16, and the values.
@@ -129,36 +129,33 @@ def _load_octet(address, octet, WIDE: tl.constexpr):
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
     values = ()
     if WIDE:
-        words = _load_words(pointer + octet * 4) + _load_words(pointer + octet * 4 + 2)
+        words = _load_words(pointer) + _load_words(pointer + 2)
         for place in tl.static_range(8):  # type: ignore[misc]
             values += (_as_float(words[place]),)
         odd = words[1] + words[3] + words[5] + words[7]
         return (words[0] >> 16) + (words[2] >> 16) + (words[4] >> 16) + (words[6] >> 16) + odd, values
     else:
-        words = _load_words(pointer + octet * 2)
+        words = _load_words(pointer)
         for pair in tl.static_range(4):  # type: ignore[misc]
             values += (_as_float(words[pair] << 16), _as_float(words[pair] & _UPPER))
         return words[0] + words[1] + words[2] + words[3], values
 
 
 @triton.jit
-def _store_octet(address, octet, values, random, WIDE: tl.constexpr):
+def _store_octet(address, values, random, WIDE: tl.constexpr):
     """Store values of octets as float32, or rounded by the upper 16 bits of random words."""
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
     words = ()
     if WIDE:
         for place in tl.static_range(8):  # type: ignore[misc]
-            words += (_as_bits(values[place]).to(tl.uint32, bitcast=True),)
-        _store_words(pointer + octet * 4, words[:4])
-        _store_words(pointer + octet * 4 + 2, words[4:])
+            words += (_as_word(values[place]),)
+        _store_words(pointer, words[:4])
+        _store_words(pointer + 2, words[4:])
     else:
         for place in tl.static_range(0, 8, 2):  # type: ignore[misc]
-            first, second = (
-                _raised_value(values[place], random[place]),
-                _raised_value(values[place + 1], random[place + 1]),
-            )
-            words += (_upper_halves(first, second),)
-        _store_words(pointer + octet * 2, words)
+            first = _raised_value(values[place], random[place])
+            words += (_upper_halves(first, _raised_value(values[place + 1], random[place + 1])),)
+        _store_words(pointer, words)
 
 
 @triton.jit
@@ -254,22 +251,25 @@ def _adamw(
     avg_scale, sq_scale = avg_scale.to(tl.pointer_type(tl.uint8)), sq_scale.to(tl.pointer_type(tl.uint8))
     if is_aligned & has_blocks & (columns % _BLOCK == 0):  # nearly all: nothing is masked
         octets, whole = tl.arange(0, BLOCKS * _OCTETS), (end - begin) // BLOCKS * BLOCKS
+        start, OCTETS = begin * _OCTETS + octets, BLOCKS * _OCTETS
+        OF_PARAMETER, OF_GRADIENT = 32 if WIDE_PARAMETER else 16, 32 if WIDE_GRADIENT else 16
+        p_at, g_at = parameter + start * OF_PARAMETER, gradient + start * OF_GRADIENT
+        m_at, v_at = exp_avg + start * 8, exp_avg_sq + start * 8
+        m_scale, v_scale = avg_scale + start // _OCTETS, sq_scale + start // _OCTETS
         for near in range(0, whole, BLOCKS):
-            at = begin + near
-            index = _index(at * _BLOCK, octets * 8, first, length, stride, is_sliced)
-            has_next, later = (near + BLOCKS < whole).to(tl.int32), (at + BLOCKS) * _OCTETS + octets
-            _fetch(parameter + later * (32 if WIDE_PARAMETER else 16), has_next)
-            _fetch(gradient + later * (32 if WIDE_GRADIENT else 16), has_next)
-            _fetch(exp_avg + later * 8, has_next)
-            _fetch(exp_avg_sq + later * 8, has_next)
+            index = _index((begin + near) * _BLOCK, octets * 8, first, length, stride, is_sliced)
+            has_next = (near + BLOCKS < whole).to(tl.int32)
+            _fetch(p_at + OCTETS * OF_PARAMETER, has_next)
+            _fetch(g_at + OCTETS * OF_GRADIENT, has_next)
+            _fetch(m_at + OCTETS * 8, has_next)
+            _fetch(v_at + OCTETS * 8, has_next)
             _update_octets(
-                parameter,
-                gradient,
-                exp_avg,
-                exp_avg_sq,
-                avg_scale + at + octets // _OCTETS,
-                sq_scale + at + octets // _OCTETS,
-                at * _OCTETS + octets,
+                p_at,
+                g_at,
+                m_at,
+                v_at,
+                m_scale,
+                v_scale,
                 octets % _OCTETS == 0,
                 index,
                 key0,
@@ -278,6 +278,9 @@ def _adamw(
                 WIDE_PARAMETER,
                 WIDE_GRADIENT,
             )
+            p_at, g_at = p_at + OCTETS * OF_PARAMETER, g_at + OCTETS * OF_GRADIENT
+            m_at, v_at = m_at + OCTETS * 8, v_at + OCTETS * 8
+            m_scale, v_scale = m_scale + BLOCKS, v_scale + BLOCKS
         begin += whole
     few, places = tl.arange(0, BLOCKS // 2), tl.arange(0, _BLOCK)[None, :]
     for at in range(begin, end, BLOCKS // 2):
@@ -313,7 +316,6 @@ def _update_octets(
     exp_avg_sq,
     avg_scale,
     sq_scale,
-    octet,
     is_first,
     index,
     key0,
@@ -324,10 +326,10 @@ def _update_octets(
 ):
     """Update whole blocks. [Note: octets]."""
     m_base, v_base = _twice(tl.load(avg_scale)), _twice(tl.load(sq_scale))
-    p_words, p = _load_octet(parameter, octet, WIDE_PARAMETER)
-    g_words, g = _load_octet(gradient, octet, WIDE_GRADIENT)
-    exp_avg = tl.multiple_of(exp_avg.to(tl.pointer_type(tl.int64)), 8) + octet
-    exp_avg_sq = tl.multiple_of(exp_avg_sq.to(tl.pointer_type(tl.int64)), 8) + octet
+    p_words, p = _load_octet(parameter, WIDE_PARAMETER)
+    g_words, g = _load_octet(gradient, WIDE_GRADIENT)
+    exp_avg = tl.multiple_of(exp_avg.to(tl.pointer_type(tl.int64)), 8)
+    exp_avg_sq = tl.multiple_of(exp_avg_sq.to(tl.pointer_type(tl.int64)), 8)
     m_codes, v_codes = _split(tl.load(exp_avg)), _split(tl.load(exp_avg_sq))
     m = _averages(m_codes[0], m_base) + _averages(m_codes[1], m_base)
     v = _squares(v_codes[0], v_base) + _squares(v_codes[1], v_base)
@@ -344,7 +346,7 @@ def _update_octets(
         averages += (average,)
         magnitudes += (tl.abs(average),)
         squares += (_as_bits(square),)
-    _store_octet(parameter, octet, values, random, WIDE_PARAMETER)
+    _store_octet(parameter, values, random, WIDE_PARAMETER)
     m_largest, v_largest = _as_bits(_largest_of_blocks(magnitudes)), _largest_of_blocks(squares)
     m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
     v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
