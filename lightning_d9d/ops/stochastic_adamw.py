@@ -196,8 +196,8 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     error = (product - (total - of_c)) + (c - of_c)
     bits = total.view(torch.int64)
     toward = torch.where((error > 0) == (total > 0), 1, -1)
-    is_cut = ((error < 0) | (error > 0)) & (bits % 2 == 0)
-    return (bits + toward * is_cut).view(torch.float64).float()
+    is_rounded = ((error < 0) | (error > 0)) & (bits % 2 == 0)
+    return (bits + toward * is_rounded).view(torch.float64).float()
 
 
 def _values(stored: Tensor, scales: Tensor | None, kind: Codes) -> Tensor:

@@ -187,6 +187,23 @@ def _raised_square(bits, random):
 
 
 @triton.jit
+def _average_codes(values, base, random):
+    """Encode four averages in a word."""
+    even = _upper_halves(_raised_average(values[0], base, random[0]), _raised_average(values[2], base, random[2]))
+    odd = _upper_halves(_raised_average(values[1], base, random[1]), _raised_average(values[3], base, random[3]))
+    signs = _four_upper_bytes(_as_word(values[0]), _as_word(values[1]), _as_word(values[2]), _as_word(values[3]))
+    return _codes(even, odd) | (signs & 0x80808080)
+
+
+@triton.jit
+def _square_codes(bits, base, random):
+    """Encode four squares in a word; `base` is that of `_squares`."""
+    even = _upper_halves(_raised_square(bits[0], random[0]), _raised_square(bits[2], random[2]))
+    odd = _upper_halves(_raised_square(bits[1], random[1]), _raised_square(bits[3], random[3]))
+    return _codes(_above(even, base), _above(odd, base))
+
+
+@triton.jit
 def _twice(scale):
     """Put the upper half of a scale's number into both halves of a word."""
     return scale.to(tl.uint32) * 0x00800080
@@ -353,24 +370,10 @@ def _update_octets(
     tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_first)
     tl.store(sq_scale, v_scale.to(tl.uint8), mask=is_first)
     m_base, v_base = m_scale << 23, _twice(v_scale)
-    m_words = ()
-    v_words = ()
-    for quad in tl.static_range(2):  # type: ignore[misc]
-        raised = ()
-        of_squares = ()
-        for place in tl.static_range(4 * quad, 4 * quad + 4):  # type: ignore[misc]
-            raised += (_raised_average(averages[place], m_base, random[place]),)
-            of_squares += (_raised_square(squares[place], random[place]),)
-        signs = _four_upper_bytes(
-            _as_word(averages[4 * quad]), _as_word(averages[4 * quad + 1]),
-            _as_word(averages[4 * quad + 2]), _as_word(averages[4 * quad + 3]),
-        )  # fmt: skip
-        m_word = _codes(_upper_halves(raised[0], raised[2]), _upper_halves(raised[1], raised[3]))
-        m_words += (m_word | (signs & 0x80808080),)
-        even = _above(_upper_halves(of_squares[0], of_squares[2]), v_base)
-        v_words += (_codes(even, _above(_upper_halves(of_squares[1], of_squares[3]), v_base)),)
-    tl.store(exp_avg, _joined(m_words[0], m_words[1]))
-    tl.store(exp_avg_sq, _joined(v_words[0], v_words[1]))
+    low = _average_codes(averages[:4], m_base, random[:4])
+    tl.store(exp_avg, _joined(low, _average_codes(averages[4:], m_base, random[4:])))
+    low = _square_codes(squares[:4], v_base, random[:4])
+    tl.store(exp_avg_sq, _joined(low, _square_codes(squares[4:], v_base, random[4:])))
 
 
 @triton.jit

@@ -106,8 +106,8 @@ def _fma(a, b, c):
         error = (product - (total - of_c)) + (c - of_c)
         bits = total.to(tl.int64, bitcast=True)
         toward = tl.where((error > 0) == (total > 0), 1, -1)
-        is_cut = ((error < 0) | (error > 0)) & (bits % 2 == 0)
-        return (bits + tl.where(is_cut, toward, 0)).to(tl.float64, bitcast=True).to(tl.float32)
+        is_rounded = ((error < 0) | (error > 0)) & (bits % 2 == 0)
+        return (bits + tl.where(is_rounded, toward, 0)).to(tl.float64, bitcast=True).to(tl.float32)
     else:
         return tl.fma(a, b, c)
 
