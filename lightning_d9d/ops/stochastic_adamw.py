@@ -73,7 +73,7 @@ class MultiTensorAdamW:
 
     The formulas use the gradient `g` over `grad_scale`, in step `t`, all in float32:
 
-        m = beta1 m + (1 - beta1) g
+        m = m + (1 - beta1) (g - m)
         v = beta2 v + (1 - beta2) g^2
         p = (1 - lr weight_decay) p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
@@ -92,8 +92,8 @@ class MultiTensorAdamW:
     `p`, the lower 19 `m`, and the upper 19 of another product `v`.
 
     An instance keeps the addresses of the tensors on the device, so it must be called with the same parameters each
-    time. Gradients may move. One product of each sum is not rounded before (`fma`). All other results are rounded one
-    by one, so that CPU and GPU agree.
+    time. Gradients may move. Products and sums are rounded one by one, so that CPU and GPU agree. With states in eight
+    bits, one product of each sum is not rounded before (`fma`).
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ def _kernels(kind: _Kind) -> Any:
 
 def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) -> None:
     """Compute `MultiTensorAdamW` for one parameter; `factors` is its row of the kernels' table."""
-    step_size, inverse_root, decay, unscale, step = factors.unbind()
+    step = factors[-1]
     p, g = tensors.parameter.float(), tensors.gradient.float()
     has_codes = tensors.exp_avg_scale is not None
     m = _values(tensors.exp_avg, tensors.exp_avg_scale, AVERAGE)
@@ -166,13 +166,8 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
     targets = tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq
     is_rounded = any(target.dtype != torch.float32 for target in targets)
     random = _random_bits(p, g, tensors.place, scalars.seed, step, has_codes) if is_rounded else [None] * 3
-    beta1, beta2 = scalars.betas
-    of_average, of_square = unscale * (1 - beta1), unscale * math.sqrt(1 - beta2)
-    m = fma(g, of_average, m * beta1)
-    scaled = g * of_square
-    v = fma(scaled, scaled, fma(v, beta2, LEAST_SQUARE) if has_codes else v * beta2)
-    root = v.double().sqrt().float()  # rounded correctly; torch's float32 root is not on every CPU
-    p = fma(-m / fma(root, inverse_root, scalars.eps), step_size, p * decay)
+    arguments = p, g, m, v, factors, scalars
+    p, m, v = _updated_with_codes(*arguments) if has_codes else _updated(*arguments)
     beside = None, tensors.exp_avg_scale, tensors.exp_avg_sq_scale
     for target, value, bits, scale in zip(targets, (p, m, v), random, beside, strict=True):
         if scale is not None and bits is not None:
@@ -181,6 +176,34 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
             scale.copy_(scales)
         else:
             target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 and bits is not None else value)
+
+
+def _updated(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, scalars: Scalars
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a step with products and sums that are rounded one by one."""
+    step_size, inverse_root, decay, unscale, _ = factors.unbind()
+    beta1, beta2 = scalars.betas
+    g = g * unscale
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    return p * decay - m / (_root(v) * inverse_root + scalars.eps) * step_size, m, v
+
+
+def _updated_with_codes(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, scalars: Scalars
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a step with fused multiply-adds, as time for instructions is short where states have eight bits."""
+    step_size, inverse_root, decay, unscale, _ = factors.unbind()
+    beta1, beta2 = scalars.betas
+    m = fma(g, unscale * (1 - beta1), m * beta1)
+    scaled = g * (unscale * math.sqrt(1 - beta2))
+    v = fma(scaled, scaled, fma(v, beta2, LEAST_SQUARE))
+    return fma(-m / fma(_root(v), inverse_root, scalars.eps), step_size, p * decay), m, v
+
+
+def _root(v: Tensor) -> Tensor:
+    return v.double().sqrt().float()  # rounded correctly; torch's float32 root is not on every CPU
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:

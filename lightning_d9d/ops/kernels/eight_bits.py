@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.kernels.stochastic import _fma, _index, _philox, _pointer, _store, _widened
+from lightning_d9d.ops.kernels.stochastic import _index, _philox, _pointer, _store, _widened
 from lightning_d9d.ops.kernels.words import (
     _above,
     _as_bits,
@@ -29,6 +29,7 @@ from lightning_d9d.ops.kernels.words import (
     _codes,
     _difference,
     _fetch,
+    _fma,
     _four_upper_bytes,
     _joined,
     _pairs,
@@ -43,7 +44,7 @@ from lightning_d9d.ops.philox import OTHER_SPREAD, SPREAD
 _BLOCKS = 8
 """Number of blocks that AdamW updates at a time, each in four threads."""
 _WARPS = 1
-CHUNK = 512
+CHUNK = 128
 """Number of blocks that a program updates: so many that reading the tables costs little."""
 COLUMNS = 11
 """Numbers of a part in the table."""

@@ -5,13 +5,10 @@ Bfloat16 is handled as 16-bit integers, whose bits are the upper ones of a float
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.philox import ROUNDS, SPREAD
@@ -27,7 +24,6 @@ instructions for each element, about as many as fit while memory is busy.
 _WARPS = 8
 CHUNK = 16 * _TILE
 """Elements that a program of AdamW updates: so many that reading the tables costs little."""
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _ROUNDS = tl.constexpr(ROUNDS)
 _SPREAD = tl.constexpr(SPREAD)
 _LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
@@ -81,9 +77,9 @@ def adamw(
         scalars,
         found_inf,
         seed,
-        *betas,
+        betas[1],
         1 - betas[0],
-        math.sqrt(1 - betas[1]),
+        1 - betas[1],
         eps,
         dtypes[0] == torch.float32,
         dtypes[1] == torch.float32,
@@ -93,23 +89,6 @@ def adamw(
         num_warps=_WARPS,  # type: ignore[call-arg]
         enable_fp_fusion=False,  # type: ignore[call-arg]  # as torch rounds on the CPU
     )
-
-
-@triton.jit
-def _fma(a, b, c):
-    """Compute `a * b + c`, rounded once, like `lightning_d9d.ops.stochastic_adamw.fma`."""
-    if _INTERPRETED:
-        one = tl.full(a.shape, 1, tl.float32)
-        product, c = a.to(tl.float64) * (one * b).to(tl.float64), (one * c).to(tl.float64)
-        total = product + c
-        of_c = total - product
-        error = (product - (total - of_c)) + (c - of_c)
-        bits = total.to(tl.int64, bitcast=True)
-        toward = tl.where((error > 0) == (total > 0), 1, -1)
-        is_rounded = ((error < 0) | (error > 0)) & (bits % 2 == 0)
-        return (bits + tl.where(is_rounded, toward, 0)).to(tl.float64, bitcast=True).to(tl.float32)
-    else:
-        return tl.fma(a, b, c)
 
 
 @triton.jit
@@ -214,7 +193,7 @@ def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
 @jit(do_not_specialize=["seed"])
 def _adamw(
     blocks, gradients, chunks, scalars, found_inf, seed,
-    beta1, beta2, one_minus_beta1, root_of_rest, eps,
+    beta2, one_minus_beta1, one_minus_beta2, eps,
     WIDE_PARAMETER: tl.constexpr, WIDE_GRADIENT: tl.constexpr, WIDE_STATE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -232,7 +211,6 @@ def _adamw(
     length, stride = tl.load(blocks + 6), tl.load(blocks + 7)
     step_size, inverse_root = tl.load(scalars), tl.load(scalars + 1)
     decay, unscale = tl.load(scalars + 2), tl.load(scalars + 3)
-    of_average, of_square = unscale * one_minus_beta1, unscale * root_of_rest
     key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
     is_sliced = length < count  # the rows are parts of longer ones
     has_quads = (first % 4 == 0) & ((not is_sliced) | ((length | stride) % 4 == 0))
@@ -257,10 +235,10 @@ def _adamw(
                 step_size,
                 inverse_root,
                 decay,
-                of_average,
-                of_square,
-                beta1,
+                unscale,
                 beta2,
+                one_minus_beta1,
+                one_minus_beta2,
                 eps,
                 WIDE_PARAMETER,
                 WIDE_STATE,
@@ -283,10 +261,10 @@ def _adamw(
                 step_size,
                 inverse_root,
                 decay,
-                of_average,
-                of_square,
-                beta1,
+                unscale,
                 beta2,
+                one_minus_beta1,
+                one_minus_beta2,
                 eps,
                 WIDE_PARAMETER,
                 WIDE_STATE,
@@ -315,10 +293,10 @@ def _update(
     step_size,
     inverse_root,
     decay,
-    of_average,
-    of_square,
-    beta1,
+    unscale,
     beta2,
+    one_minus_beta1,
+    one_minus_beta2,
     eps,
     WIDE_PARAMETER: tl.constexpr,
     WIDE_STATE: tl.constexpr,
@@ -330,10 +308,10 @@ def _update(
     if not (WIDE_PARAMETER and WIDE_STATE):
         mixed = (g.to(tl.uint32, bitcast=True) ^ (p.to(tl.uint32, bitcast=True) >> 16)) * _SPREAD
         words += mixed ^ (mixed >> 16)
-    m = _fma(g, of_average, m * beta1)
-    root = g * of_square
-    v = _fma(root, root, v * beta2)
-    p = _fma(-tl.div_rn(m, _fma(tl.sqrt_rn(v), inverse_root, eps)), step_size, p * decay)
+    g = g * unscale
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + g * g * one_minus_beta2
+    p = p * decay - tl.div_rn(m, tl.sqrt_rn(v) * inverse_root + eps) * step_size
     _store(parameter, p, words & 0xFFFF, mask, WIDE_PARAMETER)
     _store(exp_avg, m, words >> 16, mask, WIDE_STATE)
     _store(exp_avg_sq, v, (words * _SPREAD) >> 16, mask, WIDE_STATE)

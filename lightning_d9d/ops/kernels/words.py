@@ -29,6 +29,23 @@ def _as_word(values):
 
 
 @triton.jit
+def _fma(a, b, c):
+    """Compute `a * b + c`, rounded once, like `lightning_d9d.ops.stochastic_adamw.fma`."""
+    if _INTERPRETED:
+        one = tl.full(a.shape, 1, tl.float32)
+        product, c = a.to(tl.float64) * (one * b).to(tl.float64), (one * c).to(tl.float64)
+        total = product + c
+        of_c = total - product
+        error = (product - (total - of_c)) + (c - of_c)
+        bits = total.to(tl.int64, bitcast=True)
+        toward = tl.where((error > 0) == (total > 0), 1, -1)
+        is_rounded = ((error < 0) | (error > 0)) & (bits % 2 == 0)
+        return (bits + tl.where(is_rounded, toward, 0)).to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
 def _root(values):
     """Compute square roots of normal numbers, rounded to nearest, like `tl.sqrt_rn` without its branches."""
     if _INTERPRETED:
