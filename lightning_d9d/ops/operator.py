@@ -122,15 +122,7 @@ def define(
             return before(*args)
 
     def call(*args: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()  # first, as compilers see no further
-            or ((num_modes := torch._C._len_torch_dispatch_stack()) and not _has_operator_mode(num_modes))
-            or torch._C._len_torch_function_stack()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
-            or torch._C._is_tracing()
-            or profiler._is_profiler_enabled
-        ):
+        if torch.compiler.is_compiling() or _is_observed():  # in this order, as compilers see no further
             return registered(*args)
         requires_grad = False
         for arg in args:
@@ -146,8 +138,17 @@ def define(
     return call
 
 
-def _has_operator_mode(num_modes: int) -> bool:
-    return num_modes == 1 and isinstance(torch._C._get_dispatch_stack_at(0), OperatorMode)
+def _is_observed() -> Any:
+    num_modes = torch._C._len_torch_dispatch_stack()
+    has_operator_mode = num_modes == 1 and isinstance(torch._C._get_dispatch_stack_at(0), OperatorMode)
+    return (
+        (num_modes and not has_operator_mode)
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
+        or torch._C._is_tracing()
+        or profiler._is_profiler_enabled
+    )
 
 
 def _run_in_mode(op: Any, run: Callable[..., Any], *args: Any) -> Any:

@@ -195,7 +195,7 @@ def test_a_dispatch_mode_sees_both_operators() -> None:
     assert "lightning_d9d.test_scaled_backward.default" in seen.names
 
 
-class Told(OperatorMode):
+class Informed(OperatorMode):
     """Knows the operators, and doubles the results of the one that scales."""
 
     def __init__(self) -> None:
@@ -216,11 +216,11 @@ def test_straight_calls_tell_a_mode_of_operators(needs_gradient: bool) -> None:
     x, factors, power = inputs()
     expected = torch.autograd.grad(2 * scaled(x, factors, power)[0].sum(), [x, factors])
     callers.clear()
-    with Told() as told, torch.set_grad_enabled(needs_gradient):
+    with Informed() as informed, torch.set_grad_enabled(needs_gradient):
         y = scaled(x, factors, power)[0]
         assert torch._C._len_torch_dispatch_stack() == 1
         y = y + 0
-    assert told.names == ["lightning_d9d.test_scaled.default", "aten.add.Tensor"]  # not what it computes with
+    assert informed.names == ["lightning_d9d.test_scaled.default", "aten.add.Tensor"]  # not what it computes with
     assert callers == [__file__]
     assert y.requires_grad == needs_gradient
     assert_bitwise_equal("result", y, 2 * scaled(x, factors, power)[0])
@@ -233,13 +233,13 @@ def test_straight_calls_tell_a_mode_of_operators(needs_gradient: bool) -> None:
 
 def test_a_mode_is_active_again_after_an_operator_that_fails() -> None:
     x, factors, _ = inputs()
-    with Told() as told, pytest.raises(TypeError):
+    with Informed() as informed, pytest.raises(TypeError):
         scaled(x, factors, "one")
     assert torch._C._len_torch_dispatch_stack() == 0
-    assert len(told.names) == 1
+    assert len(informed.names) == 1
 
 
-@pytest.mark.parametrize("modes", [(Told, Seen), (Seen, Told)])
+@pytest.mark.parametrize("modes", [(Informed, Seen), (Seen, Informed)])
 def test_several_modes_see_the_operator_of_the_dispatcher(modes: tuple[type[Any], type[Any]]) -> None:
     callers.clear()
     with modes[0]() as first, modes[1]() as second:

@@ -193,7 +193,7 @@ def _average_codes(values, base, random):
     even = _upper_halves(_raised_average(values[0], base, random[0]), _raised_average(values[2], base, random[2]))
     odd = _upper_halves(_raised_average(values[1], base, random[1]), _raised_average(values[3], base, random[3]))
     signs = _four_upper_bytes(_as_word(values[0]), _as_word(values[1]), _as_word(values[2]), _as_word(values[3]))
-    return _codes(even, odd) | (signs & 0x80808080)
+    return _codes(even, odd) | (signs & 0x80808080)  # type: ignore[operator]
 
 
 @triton.jit
@@ -300,8 +300,21 @@ def _adamw(
             m_at, v_at = m_at + OCTETS * 8, v_at + OCTETS * 8
             m_scale, v_scale = m_scale + BLOCKS, v_scale + BLOCKS
         begin += whole
-    few, places = tl.arange(0, BLOCKS // 2), tl.arange(0, _BLOCK)[None, :]
-    for at in range(begin, end, BLOCKS // 2):
+    memory = (parameter, gradient, exp_avg, exp_avg_sq, avg_scale, sq_scale)
+    layout = (first, length, stride, columns, of_row)
+    _update_rest(begin, end, memory, layout, (key0, key1), factors, WIDE_PARAMETER, WIDE_GRADIENT, BLOCKS // 2)
+
+
+@triton.jit
+def _update_rest(
+    begin, end, memory, layout, key, factors,
+    WIDE_PARAMETER: tl.constexpr, WIDE_GRADIENT: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Update blocks that `_update_octets` cannot: of any length and in any place."""
+    parameter, gradient, exp_avg, exp_avg_sq, avg_scale, sq_scale = memory
+    first, length, stride, columns, of_row = layout
+    few, places = tl.arange(0, BLOCKS), tl.arange(0, _BLOCK)[None, :]
+    for at in range(begin, end, BLOCKS):
         number = at + few
         column = (number % of_row)[:, None] * _BLOCK + places
         offsets = (number // of_row)[:, None] * columns + column
@@ -319,8 +332,8 @@ def _adamw(
             is_block,
             places,
             index - places % 8,
-            key0,
-            key1,
+            key[0],
+            key[1],
             factors,
             WIDE_PARAMETER,
         )
