@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from lightning_d9d.memory.layers import LayerOfRank, StageOfRank
 from lightning_d9d.memory.spread import Part, Share
@@ -70,7 +70,8 @@ class PeakBytes:
     @property
     def total(self) -> int:
         """The sum of all that tensors take."""
-        return sum(getattr(self, each.name) for each in fields(self) if each.name not in ("apart", "streams", "peers"))
+        kept = self.weights + self.gradients + self.states + self.activations
+        return kept + self.gathered + self.working + self.constant
 
 
 class LayerGradients:
@@ -240,15 +241,10 @@ class _Walk:
             ("scattered", self.scattered),
         ):
             self.most_of_pools[name] = max(self.most_of_pools[name], value)
-        now = replace(
-            self.at_rest,
-            gradients=int(self.there + fresh),
-            activations=int(self.activations),
-            gathered=int(copies + messages),
-            working=int(working),
-        )
-        if now.total > self.best.total:
-            self.best = now
+        parts = int(self.there + fresh), int(self.activations), int(copies + messages), int(working)
+        if self.at_rest.total + sum(parts) > self.best.total:
+            names = "gradients", "activations", "gathered", "working"
+            self.best = replace(self.at_rest, **dict(zip(names, parts, strict=True)))
 
     def around(self, stage: StageOfRank, place: int, *, is_backward: bool) -> tuple[float, float]:
         """Return the bytes of the running unit, and of messages: in a forward its own, in a backward the next one's."""

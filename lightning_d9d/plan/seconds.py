@@ -13,6 +13,7 @@ seconds. The update moves the bytes of `updated_bytes`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from lightning_d9d.memory.row_costs import microbatch_costs
 from lightning_d9d.memory.spread import Share
 from lightning_d9d.memory.traffic import Sent, of_weights
 from lightning_d9d.plan.machine import MachineTable
-from lightning_d9d.schedule import Costs, simulate
+from lightning_d9d.schedule import Costs, Program, Schedule, simulate
 from lightning_d9d.schedule.simulate import Simulation
 
 _TORCH_UPDATE, _OWN_UPDATE = 0.7, 0.84
@@ -82,11 +83,11 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         sent: The `traffic` of each pipeline rank.
         clips: True if gradients are clipped by their norm.
     """
-    spread, pp = model.spread(), model.mesh.pipeline_parallel
+    pp = model.mesh.pipeline_parallel
     num_stages = len(model.layers_of_stages)
     of_stages: list[_Stage | None] = [None] * num_stages
     for rank in range(pp):
-        for index, stage in model.stages(rank, spread).items():
+        for index, stage in model.stages(rank).items():
             of_stages[index] = _stage(model, stage, machine)
     known = [stage for stage in of_stages if stage is not None]
     costs = Costs(
@@ -97,9 +98,9 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         transfer=_transfer(model, machine),
         latency=machine.latency,
     )
-    simulation = simulate(model.schedule.program(pp, model.num_microbatches), costs)
+    simulation = simulate(_program(model.schedule, pp, model.num_microbatches), costs)
     busy = max(range(pp), key=lambda rank: simulation.compute_time[rank])
-    alone = _alone(model, model.stages(busy, spread), machine)
+    alone = _alone(model, model.stages(busy), machine)
     beside = sum(_seconds(each, machine) for each in sent[busy] if each.what in _BESIDE) - alone
     stages_of = model.schedule.stages_of(busy, pp)
     messages = model.num_microbatches * sum(known[index].messages for index in stages_of)
@@ -120,6 +121,12 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         links=_links(sent, machine),
         host_seconds=num_blocks * (_HOST_SECONDS if model.parallel.recompute == "none" else _HOST_SECONDS_AGAIN),
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _program(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program:
+    """Return the program of a schedule. A search asks for the same one for many meshes."""
+    return schedule.program(num_ranks, num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,7 @@ def test_memory_that_peers_write_to() -> None:
     parallel = ParallelConfig(expert_dispatch="peer", expert_capacity=4.0)
     mesh = MeshConfig(data_parallel_replicate=2, expert_parallel=2)
     model = dataclasses.replace(planned(SPARSE, 4, 4096, mesh=mesh), parallel=parallel)
-    (stage,) = model.stages(0, model.spread()).values()
+    (stage,) = model.stages(0).values()
     layer, found = stage.layers[0], model.peak(0)
     rows = 2 * 32768 * (4096 + 8 * (8 + 4))
     assert rows <= found.peers == layer.peer_bytes <= rows + 2048
