@@ -131,6 +131,8 @@ class Plan:
             "bubble": self.timed.bubble_ratio,
             "step_seconds": self.step_seconds,
             "seconds": asdict(seconds),
+            "host_seconds": self.timed.host_seconds,
+            "limited_by": "host" if self.timed.is_limited_by_host else "device",
             "links": {name: {"bytes": of[0], "seconds": of[1]} for name, of in self.timed.links.items()},
             "tokens_per_step": self.tokens,
             "tokens_per_second_and_gpu": self.tokens_per_second,
