@@ -196,9 +196,7 @@ def launch(device: torch.device) -> Measured:
     return Measured("launch", min(found))
 
 
-def host_seconds(
-    device: torch.device, preset: Literal["tiny", "tiny-dense"], repeats: int = 10
-) -> dict[str, Measured]:
+def host_seconds(device: torch.device, preset: Literal["tiny", "tiny-dense"], repeats: int = 10) -> dict[str, Measured]:
     """Measure the host's time to launch forward and backward of a block, by kind of recomputation. Local.
 
     Kernels are so small that the device waits for the host, and the time to wait for the device does not count.

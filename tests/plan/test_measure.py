@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lightning_d9d.cli.measuring import write_table
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.plan import MachineTable, Sizes, machine_of, measure, plan
-from lightning_d9d.plan.measure import attention_rates, grouped_products, products, seconds_of
+from lightning_d9d.plan.measure import attention_rates, grouped_products, host_seconds, products, seconds_of
 from tests.harness.ranks import RankContext
 
 TINY = Sizes(
@@ -52,6 +53,7 @@ def test_a_table_is_written_read_and_planned_with(tmp_path: Path) -> None:
     table = machine_of(str(tmp_path / "own.json"))
     assert table.device == "cpu"
     assert {"linear_flops", "attention_forward_flops", "grouped_flops", "copy_bytes"}.isdisjoint(table.not_measured)
+    assert {"sparse_host_seconds", "dense_host_seconds"}.isdisjoint(table.not_measured)
     assert {"peak_flops", "node_link_bytes", "network_bytes", "host_share"} <= {*table.not_measured}
     assert [each.tokens for each in table.attention_by_tokens] == [32, 128]
     assert table.rates_for(120).attention_forward_flops_per_second == table.attention_by_tokens[1].forward_flops
@@ -61,6 +63,13 @@ def test_a_table_is_written_read_and_planned_with(tmp_path: Path) -> None:
         slow.step_seconds
         > plan(Qwen3MoePretraining(preset="tiny"), strategy, 2, "h200", rows=4, tokens=128).step_seconds
     )
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-dense"])
+def test_the_host_launches_more_with_recomputation(preset: Literal["tiny", "tiny-dense"]) -> None:
+    found = host_seconds(CPU, preset, 4)
+    assert list(found) == ["none", "attention", "selective", "full"]
+    assert 0 < found["none"].seconds < found["full"].seconds
 
 
 def test_time_is_that_of_the_action() -> None:
