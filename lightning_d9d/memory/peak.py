@@ -11,6 +11,11 @@ is of no use in another. FSDP2 allocates the messages that gather in one stream 
 another (torch's `_fsdp_collectives.py`). In the stream of the computation, a gradient that is larger than any tensor of
 a layer finds no free block of such tensors. So each of these four kinds needs its own most. Their sum is more than the
 most of all together, as gradients are there when activations are not.
+
+[Note: inputs on their way] With `recompute="offload"` a stream of its own copies each block's input to the host, and
+back. A freed tensor that two streams use stays in its block until the device is done with it (`record_stream`). The
+host frees inputs while it launches, ahead of the device. So the inputs of all blocks that it is ahead are still there.
+Torch does not call them allocated.
 """
 
 from __future__ import annotations
@@ -25,6 +30,10 @@ from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, Back
 
 WORKSPACE = 33 * 2**20
 """The workspace of cuBLAS on Hopper, from torch's allocator: 32 MiB and 1 MiB (torch's `getChosenWorkspaceSize`)."""
+
+_BLOCKS_AHEAD = 15
+"""The most inputs of blocks on their way. CUDA takes some 1,024 launches before the device has run the first, which is
+assumed. A step of *sparse 64k* has 1,058 for four blocks, of which a forward is about a quarter."""
 
 _VOCABULARY = (Part.EMBEDDING, Part.HEAD)
 
@@ -64,6 +73,8 @@ class PeakBytes:
     """Bytes of free blocks at the peak that large gradients cannot take. [Note: blocks that are kept apart]."""
     streams: int = 0
     """The same if FSDP2 has streams of its own: bytes of free blocks of all streams."""
+    copied: int = 0
+    """Bytes of blocks' inputs that are freed, but not for other tensors. [Note: inputs on their way]."""
     peers: int = 0
     """Bytes that other ranks write tokens to, outside of torch's allocator."""
 
@@ -151,8 +162,21 @@ def peak(
         constant: Bytes of workspaces.
     """
     peers = max((part.peer_bytes for stage in stages.values() for part in stage.parts), default=0.0)
-    at_rest = PeakBytes(weights=weights, states=states, constant=constant, peers=int(peers))
+    copied = _on_their_way(stages, actions)
+    at_rest = PeakBytes(weights=weights, states=states, constant=constant, copied=int(copied), peers=int(peers))
     return _Walk(stages, at_rest, rules, keeps_gathered).run(actions)
+
+
+def _on_their_way(stages: Mapping[int, StageOfRank], actions: Sequence[Action]) -> float:
+    """Count the bytes of inputs that are copied to the host and back while the host is ahead."""
+    forwards = [part.stage for action in actions for part in compute_parts(action) if isinstance(part, Forward)]
+    sizes = [
+        layer.costs.output_bytes
+        for index in forwards
+        for layer in stages[index].layers
+        if layer.recompute == "offload"
+    ]
+    return max(sizes, default=0.0) * min(2 * len(sizes), _BLOCKS_AHEAD)
 
 
 class _Walk:
@@ -290,10 +314,10 @@ class _Walk:
                     now_again = 0.0 if is_later else again
                     grown = now_again + layer.costs.output_bytes + moment.row_bytes
                     self.note(grown, around, fresh, large + min(fresh, own.large + own.large_units))
-                if again:
-                    self.note(
-                        max(layer.forward_peak - layer.kept, again) + layer.costs.output_bytes, around, large=large
-                    )
+                if again:  # gradients of the copies that experts return are made before
+                    copied = layer.costs.dispatch_bytes if layer.is_recomputed else 0.0
+                    forward = max(layer.forward_peak - layer.kept + copied, again)
+                    self.note(forward + layer.costs.output_bytes, around, large=large)
                 if layer.wire_bytes:
                     self.note(again + layer.costs.output_bytes + layer.wire_bytes, around, large=large)
             self.activations -= layer.kept
