@@ -171,10 +171,7 @@ def _on_their_way(stages: Mapping[int, StageOfRank], actions: Sequence[Action]) 
     """Count the bytes of inputs that are copied to the host and back while the host is ahead."""
     forwards = [part.stage for action in actions for part in compute_parts(action) if isinstance(part, Forward)]
     sizes = [
-        layer.costs.output_bytes
-        for index in forwards
-        for layer in stages[index].layers
-        if layer.recompute == "offload"
+        layer.costs.output_bytes for index in forwards for layer in stages[index].layers if layer.recompute == "offload"
     ]
     return max(sizes, default=0.0) * min(2 * len(sizes), _BLOCKS_AHEAD)
 

@@ -59,7 +59,7 @@ def test_each_rank_of_a_pipeline_has_its_own_host() -> None:
     layers = [each.layers for each in found.ranks]
     assert found.timed.simulation.compute_time == pytest.approx([4.0 * each for each in layers])
     assert found.timed.host_seconds == 4 * max(layers)
-    assert found.step_seconds > found.timed.host_seconds + layers[-1]  # the last rank's first microbatch comes between
+    assert found.step_seconds > 4 * max(layers) + layers[-1]  # the last rank's first microbatch comes between
 
 
 def test_messages_slow_nothing_while_the_device_waits() -> None:
@@ -70,9 +70,9 @@ def test_messages_slow_nothing_while_the_device_waits() -> None:
     assert found.step_seconds == pytest.approx(other.step_seconds)
 
 
-@pytest.mark.parametrize("parallel", [{"compile": True}, {"cuda_graphs": True}])
-def test_blocks_that_are_compiled_or_captured_are_not_known(parallel: dict[str, bool]) -> None:
-    found = planned(**parallel)
+@pytest.mark.parametrize("setting", ["compile", "cuda_graphs"])
+def test_blocks_that_are_compiled_or_captured_are_not_known(setting: str) -> None:
+    found = planned("30b-a3b", None, 1, **{setting: True})
     assert found.timed.host_seconds is None
     assert found.timed.seconds.host == 0
     assert "its seconds for these blocks are not known" in limit(found)
