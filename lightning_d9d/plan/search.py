@@ -35,8 +35,9 @@ def search(
     """Return the fastest plans that fit, for the ranks, the rows and the optimizer of a model description. Local.
 
     Meshes are powers of two: up to 16 stages, shards and expert ranks within a node, two nodes, or all data ranks. They
-    are compared under 1F1B with microbatches of one row. The best of them are then tried with all schedules and other
-    microbatches. Tensor and context parallelism stay as they are.
+    are compared under 1F1B with microbatches of one row, without waits for the host, as larger microbatches have fewer.
+    The best of them are then tried with all schedules and other microbatches. Tensor and context parallelism stay as
+    they are.
 
     Args:
         model: The description; its rows are those of a step on all its ranks.
@@ -66,7 +67,7 @@ def search(
             f"nothing that was tried fits {machine.memory_gib:.1f} GiB; the nearest, {name_of(nearest)}, needs "
             f"{nearest.missing / 2**30:.1f} GiB more. Give more ranks, fewer rows, or optimizer states of eight bits"
         )
-    fitting.sort(key=_step_seconds)
+    fitting.sort(key=lambda each: each.timed.seconds.without_host)
     for best in fitting[:_BEST_MESHES]:
         fitting += [each for each in planned(schedules(best.model, layers_of)) if each.missing <= 0]
     return sorted({name_of(each): each for each in fitting}.values(), key=_step_seconds)[:most]

@@ -11,9 +11,8 @@ messages take longer than the computation, the rest counts in full. The program 
 seconds. The update moves the bytes of `updated_bytes`.
 
 [Note: time of the host] The host launches kernels ahead of the device. So the forwards and backwards of a step take as
-long as the slower of the two: their seconds on the device, or those of the host for all blocks of the rank. The host's
-seconds of a block are in the machine table. If the host is slower, all actions of the rank take longer by the same
-factor. The update is launched behind them.
+long as the slower of the two, in the sum over a rank's blocks. The host's seconds of a block are in the machine table.
+If the host is slower, all actions of the rank take longer by the same factor. The update is launched behind them.
 """
 
 from __future__ import annotations
@@ -61,6 +60,12 @@ class StepSeconds:
     def total(self) -> float:
         """Seconds of the step."""
         return self.compute + self.messages + self.sums + self.bubble + self.update + self.host
+
+    @property
+    def without_host(self) -> float:
+        """Seconds of the step if the device never waited for the host; the bubble would be shorter by as much."""
+        waits = self.host / (self.compute + self.messages + self.host)
+        return self.total - self.host - waits * self.bubble
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +195,7 @@ class _Rank:
     alone: float
     """Messages of weights and gradients that nothing is computed beside."""
     beside: float
-    """Those beside the computation."""
+    """Other messages of weights and gradients."""
     slowed: float
     """The time that the computation loses by them."""
 
