@@ -293,6 +293,7 @@ class _Walk:
             self.there -= self.tied.get(index, 0.0) if layer is stage.before else 0.0
             whole = max(layer.kept, layer.costs.activation_bytes)
             again = whole - layer.kept
+            early = 0.0 if layer.recompute == "attention" else again  # attention comes behind all else
             copies, coming = self.around(stage, place, is_backward=True)
             around = copies + sums, coming
             large = large_sums + (0 if self.keeps else gathered_bytes(layer, self.block))
@@ -307,16 +308,14 @@ class _Walk:
                         fresh = max(fresh - own.largest, 0) * own.stays / max(1, own.fresh) + own.largest
                     if self.rules.part_bytes is not None and not self.rules.accumulates:
                         fresh = min(fresh, self.rules.part_bytes + own.largest)
-                    is_later = layer.recompute == "attention" and moment is not last  # that is recomputed behind them
-                    now_again = 0.0 if is_later else again
-                    grown = now_again + layer.costs.output_bytes + moment.row_bytes
+                    grown = (again if moment is last else early) + layer.costs.output_bytes + moment.row_bytes
                     self.note(grown, around, fresh, large + min(fresh, own.large + own.large_units))
-                if again:  # gradients of the copies that experts return are made before
+                if early:  # gradients of experts' results are made before
                     copied = layer.costs.dispatch_bytes if layer.is_recomputed else 0.0
-                    forward = max(layer.forward_peak - layer.kept + copied, again)
+                    forward = max(layer.forward_peak - layer.kept + copied, early)
                     self.note(forward + layer.costs.output_bytes, around, large=large)
                 if layer.wire_bytes:
-                    self.note(again + layer.costs.output_bytes + layer.wire_bytes, around, large=large)
+                    self.note(early + layer.costs.output_bytes + layer.wire_bytes, around, large=large)
             self.activations -= layer.kept
             self.settle(own, is_first=is_first, is_last=is_last)
             self.there += self.tied.get(index, 0.0) if layer is stage.after else 0.0

@@ -63,7 +63,7 @@ class StepSeconds:
 
     @property
     def without_host(self) -> float:
-        """Seconds of the step if the device never waited for the host; the bubble would be shorter by as much."""
+        """Seconds of the step if the device never waited for the host. The bubble would be shorter by about as much."""
         waits = self.host / (self.compute + self.messages + self.host)
         return self.total - self.host - waits * self.bubble
 

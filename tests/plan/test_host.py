@@ -102,7 +102,7 @@ def test_a_search_takes_larger_microbatches() -> None:
     assert limited.timed.is_limited_by_host
     assert best.step_seconds < limited.step_seconds
     ahead = plan_of(small, replace(table, sparse_host_seconds=None), costs_of_length(module, "bf16-true"))
-    assert limited.timed.seconds.without_host == pytest.approx(ahead.step_seconds, rel=0.02)
+    assert limited.timed.seconds.without_host == pytest.approx(ahead.step_seconds, rel=0.05)
 
 
 def test_mistakes() -> None:
