@@ -333,7 +333,8 @@ class _Walk:
             whole = max(layer.kept, layer.costs.activation_bytes)
             split = layer.costs.split_activation_bytes
             if looks:
-                self.note(whole - layer.kept + layer.costs.output_bytes, self.around(stage, place, is_backward=True))
+                grown = whole - layer.kept + max(each.row_bytes for each in layer.moments)
+                self.note(grown + layer.costs.output_bytes, self.around(stage, place, is_backward=True))
             self.activations += split - layer.kept
 
     def backward_weight(self, index: int, stage: StageOfRank, *, is_last: bool) -> None:
