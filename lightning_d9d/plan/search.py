@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -11,6 +12,7 @@ from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.mesh import Axis
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.plan.planning import Plan, check_mesh, plan_of
+from lightning_d9d.plan.seconds import program_of
 from lightning_d9d.schedule import DualPipeV, Interleaved1F1B, ModelCosts, OneForwardOneBackward, Schedule, ZeroBubbleV
 
 SCHEDULES: tuple[Schedule, ...] = (OneForwardOneBackward(), Interleaved1F1B(), ZeroBubbleV(), DualPipeV())
@@ -51,9 +53,12 @@ def search(
     Raises:
         ConfigError: No mesh fits the memory; the message has the nearest one.
     """
+    program = functools.cache(program_of)
 
     def planned(tried: Iterator[RankModel]) -> list[Plan]:
-        return [plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips) for each in tried]
+        return [
+            plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips, program=program) for each in tried
+        ]
 
     found = planned(meshes(model, machine.gpus_per_node, layers_of))
     if not found:

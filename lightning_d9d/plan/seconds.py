@@ -17,8 +17,7 @@ If the host is slower, all actions of the rank take longer by the same factor. T
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_d9d.memory.copies import updated_bytes
@@ -36,6 +35,8 @@ _TORCH_UPDATE, _OWN_UPDATE = 0.7, 0.84
 H100, and the norm 4.7 ms for 10.0 GB. `StochasticAdamW` in eight bits took 12.6 ms for 31 GB of *sparse 64k*, and 17.2
 ms for 44.8 GB of *experts in eight bits*."""
 _BESIDE = ("weights", "gradients")
+
+ProgramOf = Callable[[Schedule, int, int], Program]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,19 @@ class Timed:
         return self.seconds.host > 0
 
 
-def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]], *, clips: bool) -> Timed:
+def program_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program:
+    """Return the program of a schedule. Local."""
+    return schedule.program(num_ranks, num_microbatches)
+
+
+def timed(
+    model: RankModel,
+    machine: MachineTable,
+    sent: Sequence[Sequence[Sent]],
+    *,
+    clips: bool,
+    program: ProgramOf = program_of,
+) -> Timed:
     """Predict the time of a step. Local. See [Note: time of a step].
 
     Args:
@@ -94,6 +107,7 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         machine: The rates.
         sent: The `traffic` of each pipeline rank.
         clips: True if gradients are clipped by their norm.
+        program: As `program_of`; a search remembers programs, which many meshes share.
     """
     pp = model.mesh.pipeline_parallel
     of_stages: dict[int, _Stage] = {}
@@ -110,7 +124,7 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         transfer=_transfer(model, machine),
         latency=machine.latency,
     )
-    simulation = simulate(_program(model.schedule, pp, model.num_microbatches), costs)
+    simulation = simulate(program(model.schedule, pp, model.num_microbatches), costs)
     busy = max(range(pp), key=lambda rank: simulation.compute_time[rank])
     own, active = ranks[busy], simulation.compute_time[busy]
     device = active / own.slower
@@ -130,12 +144,6 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         links=_links(sent, machine),
         host_seconds=own.host,
     )
-
-
-@functools.lru_cache(maxsize=16)
-def _program(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program:
-    """Return the program of a schedule. A search asks for the same one for many meshes."""
-    return schedule.program(num_ranks, num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)

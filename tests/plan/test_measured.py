@@ -55,7 +55,7 @@ MEASURED_ON_H200 = {
     "float32 weights": (32.17, 36.14, 0.111),
     "dual pipe V": (17.88, 19.19, 0.7159),
 }
-RESERVED = {"sparse 64k": 0.2}
+RESERVED = {"sparse 64k": 0.1}
 """The most that reserved bytes of a plan are off, where it is more than 8 %: see docs/how-to/plan-a-run.md."""
 LIMITED_BY_HOST = {"adapters of experts"}
 """The run whose device waits for the host: kernels took 97.6 ms of a step."""
