@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.cli.measuring import write_table
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from lightning_d9d.modules import GroupedQueryAttention, SparseMoE, SwiGLU
 from lightning_d9d.plan import MachineTable, Sizes, machine_of, measure, plan
 from lightning_d9d.plan.measure import attention_rates, grouped_products, host_seconds, products, seconds_of
 from tests.harness.ranks import RankContext
@@ -65,11 +69,22 @@ def test_a_table_is_written_read_and_planned_with(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny-dense"])
-def test_the_host_launches_more_with_recomputation(preset: Literal["tiny", "tiny-dense"]) -> None:
-    found = host_seconds(CPU, preset, 4)
+@pytest.mark.parametrize(("preset", "mlp"), [("tiny", SparseMoE), ("tiny-dense", SwiGLU)])
+def test_the_host_launches_blocks_with_each_recomputation(
+    preset: Literal["tiny", "tiny-dense"], mlp: type[nn.Module]
+) -> None:
+    """Attention runs twice with three of the four kinds, all else with two."""
+    run: Counter[type[nn.Module]] = Counter()
+    hook = register_module_forward_pre_hook(lambda module, inputs: run.update([type(module)]))
+    try:
+        found = host_seconds(CPU, preset, 1)
+    finally:
+        hook.remove()
     assert list(found) == ["none", "attention", "selective", "full"]
-    assert 0 < found["none"].seconds < found["full"].seconds
+    assert all(each.seconds > 0 for each in found.values())
+    times, layers = 2 + 1, 4
+    assert run[GroupedQueryAttention] == times * layers * 7
+    assert run[mlp] == times * layers * 6
 
 
 def test_time_is_that_of_the_action() -> None:
