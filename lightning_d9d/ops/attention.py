@@ -56,8 +56,9 @@ def attention(
 
     - "auto": flash-attn 4 for causal attention and windows over 2048 tokens or more, on Hopper. It must be installed,
       and heads must have 64 or 128 numbers. Other causal attention runs on torch's choice: cuDNN on Hopper, flash
-      attention on other GPUs. Documents and other windows run on Triton kernels on CUDA. Other devices, float64 and
-      heads of more than 256 numbers use torch, with a mask of `batch * seq**2` numbers that is kept for the backward.
+      attention on other GPUs. Documents, other windows, and float32 with shared heads run on Triton kernels on CUDA.
+      Other devices, float64 and heads of more than 256 numbers use torch, with a mask of `batch * seq**2` numbers that
+      is kept for the backward.
     - "cudnn", "flash", "efficient", "math": torch's kernel of that name. The first two support neither documents nor a
       window, and "efficient" neither sinks nor shared heads. Documents or a window need a mask.
     - "triton": kernels that compute only blocks of tokens with documents in common, for any shape.
@@ -181,7 +182,8 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: i
         return "torch"
     if documents is None and is_faster(q, k, v):
         return "flash-attn"
-    if documents is not None or window is not None:
+    # In float32 torch has no kernel for shared heads, and writes all scores.
+    if documents is not None or window is not None or (q.dtype == torch.float32 and q.shape[1] != k.shape[1]):
         return "triton"
     return "torch" if sinks is None else "block"
 

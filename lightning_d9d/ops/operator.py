@@ -6,6 +6,9 @@ compilers, tracers, modes, transformations, profilers, subclasses of tensors and
 is active, the implementation itself is called, and recorded for autograd by a `torch.autograd.Function` with the same
 backward. Results, gradients and the tensors kept for them are the same.
 
+A mode that only needs to know the operators, such as that of a recomputation, can be an `OperatorMode`. Straight calls
+then go on, and tell it their operators.
+
 [Note: kept before it is made] `torch.utils.checkpoint` ends a recomputation with the last tensor that is kept. A
 `Function` keeps tensors when its forward has run. So an operator that comes last in a block would be computed once more
 without need. If it keeps only arguments, two functions can do its work: the first keeps them, and its result has a
@@ -15,6 +18,7 @@ used if saved tensors are packed, as in a recomputed block.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, profiler
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9d.ops.compile_ahead import BackwardAhead, only_compiles
 
@@ -30,6 +35,32 @@ _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, list, tuple
 """Classes of arguments that neither are nor contain tensors."""
 _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
 """Dispatch key of `torch.autograd.grad(is_grads_batched=True)`, which `torch.func` does not see."""
+
+
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode that straight calls go on with, if no other mode is active. [Note: straight calls]."""
+
+    @abstractmethod
+    def call(self, op: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Return the results of an operator, like `__torch_dispatch__`. The mode is not active meanwhile.
+
+        Args:
+            op: The operator.
+            run: Function that computes it, without derivatives.
+            args: Its arguments.
+        """
+
+
+def outside_of_mode(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function while the innermost dispatch mode is not active, if it is an `OperatorMode`."""
+    num_modes = torch._C._len_torch_dispatch_stack()
+    if not num_modes or not isinstance(torch._C._get_dispatch_stack_at(num_modes - 1), OperatorMode):
+        return function(*args)
+    mode = torch._C._pop_torch_dispatch_stack(None)
+    try:
+        return function(*args)
+    finally:
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def define(
@@ -70,6 +101,7 @@ def define(
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)
     registered = getattr(torch.ops.lightning_d9d, name)
+    run = partial(_run_in_mode, registered.default, run)
     make = partial(_recorded_first, fake) if keeps_first else _recorded
     recorded = registered if backward is None else make(name, run, setup_context, backward)
     if compiles_ahead:
@@ -90,15 +122,7 @@ def define(
             return before(*args)
 
     def call(*args: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()  # first, as compilers see no further
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._len_torch_function_stack()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
-            or torch._C._is_tracing()
-            or profiler._is_profiler_enabled
-        ):
+        if torch.compiler.is_compiling() or _is_observed():  # in this order, as compilers see no further
             return registered(*args)
         requires_grad = False
         for arg in args:
@@ -112,6 +136,27 @@ def define(
         return (recorded if requires_grad and torch.is_grad_enabled() else run)(*args)
 
     return call
+
+
+def _is_observed() -> Any:
+    num_modes = torch._C._len_torch_dispatch_stack()
+    has_operator_mode = num_modes == 1 and isinstance(torch._C._get_dispatch_stack_at(0), OperatorMode)
+    return (
+        (num_modes and not has_operator_mode)
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
+        or torch._C._is_tracing()
+        or profiler._is_profiler_enabled
+    )
+
+
+def _run_in_mode(op: Any, run: Callable[..., Any], *args: Any) -> Any:
+    """Run an operator, in the `OperatorMode` if there is one."""
+    if not torch._C._len_torch_dispatch_stack():
+        return run(*args)
+    mode: Any = torch._C._get_dispatch_stack_at(0)
+    return outside_of_mode(mode.call, op, run, args)
 
 
 def _recorded(
@@ -147,7 +192,9 @@ def _recorded_first(
 
     def recorded(*args: Any) -> Any:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-        return at_once(*args) if hooks is None else make(keep(*args), partial(run, *args))
+        # A mode would see the operators of `without_memory`.
+        comes_at_once = hooks is None or torch._C._len_torch_dispatch_stack()
+        return at_once(*args) if comes_at_once else make(keep(*args), partial(run, *args))
 
     return recorded
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_d9d.ops.backend import runs_triton
@@ -84,11 +85,15 @@ class MultiTensorAdamW:
     sum `v`. Any two of these are independent. The bits are the same for any sharding and any order of parameters.
 
     For tensors of at least one dim, states in eight bits have the format that `ops/eight_bits.py` describes. In that
-    format `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, on the 32 bits of both. The
-    upper 16 bits of the sum round `p`, the lower 19 `m`, and the upper 19 of the product `v`.
+    format `2**-126` is added to `v`, so that it is never smaller. Eight consecutive places of a row, from a multiple of
+    eight on, share a call of Philox with the key `(seed, t)`. Its counter has the index of the first of them in the
+    whole parameter. It also has the sums of the bits of their values and of their gradients, those of even places
+    shifted right by 16. Places `k` and `k + 4` have word `k`, and the latter a product with it. The upper 16 bits round
+    `p`, the lower 19 `m`, and the upper 19 of another product `v`.
 
     An instance keeps the addresses of the tensors on the device, so it must be called with the same parameters each
-    time. Gradients may move. Products and sums are rounded one by one, so that CPU and GPU agree.
+    time. Gradients may move. Products and sums are rounded one by one, so that CPU and GPU agree. With states in eight
+    bits, one product of each sum is not rounded before (`fma`).
     """
 
     def __init__(self) -> None:
@@ -153,7 +158,7 @@ def _kernels(kind: _Kind) -> Any:
 
 def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) -> None:
     """Compute `MultiTensorAdamW` for one parameter; `factors` is its row of the kernels' table."""
-    step_size, inverse_root, decay, unscale, step = factors.unbind()
+    step = factors[-1]
     p, g = tensors.parameter.float(), tensors.gradient.float()
     has_codes = tensors.exp_avg_scale is not None
     m = _values(tensors.exp_avg, tensors.exp_avg_scale, AVERAGE)
@@ -161,14 +166,8 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
     targets = tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq
     is_rounded = any(target.dtype != torch.float32 for target in targets)
     random = _random_bits(p, g, tensors.place, scalars.seed, step, has_codes) if is_rounded else [None] * 3
-    beta1, beta2 = scalars.betas
-    g = g * unscale
-    m = m + (g - m) * (1 - beta1)
-    v = v * beta2 + g * g * (1 - beta2)
-    if has_codes:
-        v = v.clamp(min=LEAST_SQUARE)
-    root = v.double().sqrt().float()  # rounded correctly; torch's float32 root is not on every CPU
-    p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
+    arguments = p, g, m, v, factors, scalars
+    p, m, v = _updated_with_codes(*arguments) if has_codes else _updated(*arguments)
     beside = None, tensors.exp_avg_scale, tensors.exp_avg_sq_scale
     for target, value, bits, scale in zip(targets, (p, m, v), random, beside, strict=True):
         if scale is not None and bits is not None:
@@ -179,6 +178,51 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
             target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 and bits is not None else value)
 
 
+def _updated(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, scalars: Scalars
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a step with products and sums that are rounded one by one."""
+    step_size, inverse_root, decay, unscale, _ = factors.unbind()
+    beta1, beta2 = scalars.betas
+    g = g * unscale
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    return p * decay - m / (_root(v) * inverse_root + scalars.eps) * step_size, m, v
+
+
+def _updated_with_codes(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, scalars: Scalars
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a step with fused multiply-adds, as time for instructions is short where states have eight bits."""
+    step_size, inverse_root, decay, unscale, _ = factors.unbind()
+    beta1, beta2 = scalars.betas
+    m = fma(g, unscale * (1 - beta1), m * beta1)
+    scaled = g * (unscale * math.sqrt(1 - beta2))
+    v = fma(scaled, scaled, fma(v, beta2, LEAST_SQUARE))
+    return fma(-m / fma(_root(v), inverse_root, scalars.eps), step_size, p * decay), m, v
+
+
+def _root(v: Tensor) -> Tensor:
+    return v.double().sqrt().float()  # rounded correctly; torch's float32 root is not on every CPU
+
+
+def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """Compute `a * b + c` in float32, rounded once, as GPUs do. Numbers are rounded to float32 before.
+
+    The product of two float32 is exact in float64. The sum is rounded to odd there: to the neighbour whose last bit is
+    1 if it is not exact. So rounding it once more, to float32, is as good as rounding once.
+    """
+    b, c = (torch.as_tensor(each, dtype=torch.float32, device=a.device).double() for each in (b, c))
+    product = a.double() * b
+    total = product + c
+    of_c = total - product
+    error = (product - (total - of_c)) + (c - of_c)
+    bits = total.view(torch.int64)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    is_rounded = ((error < 0) | (error > 0)) & (bits % 2 == 0)
+    return (bits + toward * is_rounded).view(torch.float64).float()
+
+
 def _values(stored: Tensor, scales: Tensor | None, kind: Codes) -> Tensor:
     return stored.float() if scales is None else decoded(stored, scales, kind)
 
@@ -187,16 +231,34 @@ def _random_bits(p: Tensor, g: Tensor, place: Place, seed: int, step: Tensor, ha
     """Return the random bits for each element of the parameter, its first and its second average, in the lower bits."""
     index = place.indices(p.device)
     key = torch.stack([torch.full_like(step, seed, dtype=torch.int64), step.long()])
+    if has_codes:
+        word = _word_of_octets(p, g, index, key)
+        return word >> 16, word, (word * SPREAD & WORD) >> 32 - CUT
     quad = index // 4
     words = torch.stack(philox((quad & WORD, quad >> 32, 0 * quad, 0 * quad), key), -1)
     word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
     of_gradient, of_value = (each.contiguous().view(torch.int32).long() & WORD for each in (g, p))
-    if has_codes:
-        word = word + of_gradient * SPREAD + of_value * OTHER_SPREAD & WORD
-        return word >> 16, word, (word * SPREAD & WORD) >> 32 - CUT
     mixed = (of_gradient ^ of_value >> 16) * SPREAD & WORD
     word = word + (mixed ^ mixed >> 16) & WORD
     return word, word >> 16, (word * SPREAD & WORD) >> 16
+
+
+def _word_of_octets(p: Tensor, g: Tensor, index: Tensor, key: Tensor) -> Tensor:
+    """Return the random word of each element of a parameter with states in eight bits."""
+    columns = p.shape[-1]
+    place = torch.arange(columns, device=p.device) % 8
+
+    def octets(values: Tensor) -> Tensor:
+        return F.pad(values, (0, -columns % 8)).unflatten(-1, (-1, 8))
+
+    def sums(values: Tensor) -> Tensor:
+        bits = values.contiguous().view(torch.int32).long() & WORD
+        return octets(torch.where(place % 2 == 0, bits >> 16, bits)).sum(-1) & WORD
+
+    first = octets(index)[..., 0]
+    words = torch.stack(philox((first & WORD, first >> 32, sums(p), sums(g)), key), -1)
+    words = torch.cat([words, words * OTHER_SPREAD & WORD], -1)
+    return words.flatten(-2)[..., :columns]
 
 
 class Block(NamedTuple):

@@ -24,19 +24,19 @@ without it, later modules would draw other random numbers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention
+from lightning_d9d.ops.operator import OperatorMode, outside_of_mode
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.context import CONTEXT_OPS
 from lightning_d9d.parallel.data import blocks_of, check_blocks, has_lists
@@ -257,47 +257,69 @@ def _is_kept(op: Any, args: tuple[Any, ...]) -> bool:
     return place is None or len(args) <= place or args[place] == 0.0
 
 
-class _Forward(TorchDispatchMode):
+class _Mode(OperatorMode):
     def __init__(self, kept: _Kept) -> None:
         super().__init__()
         self.kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _is_kept(func, args):
-            self.kept.add(func, result)
-        elif func is _aten._unsafe_view.default and self.kept.reshape(args[0], result):
+        return self.call(func, partial(func, **kwargs) if kwargs else func, args)
+
+
+class _Forward(_Mode):
+    def call(self, op: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        result = run(*args)
+        if _is_kept(op, args):
+            self.kept.add(op, result)
+        elif op is _aten._unsafe_view.default and self.kept.reshape(args[0], result):
             pass
-        elif not getattr(func, "is_view", False):
+        elif not getattr(op, "is_view", False):
             self.kept.read()
         return result
 
 
-class _Recomputation(TorchDispatchMode):
-    def __init__(self, kept: _Kept) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self.kept.take(func) if _is_kept(func, args) else None
-        return func(*args, **(kwargs or {})) if result is None else result.value
+class _Recomputation(_Mode):
+    def call(self, op: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        result = self.kept.take(op) if _is_kept(op, args) else None
+        return run(*args) if result is None else result.value
 
 
 @contextmanager
 def _forward_context(kept: _Kept) -> Generator[None]:
+    with _after_each_saved(kept.saved), _Forward(kept):
+        yield
+    kept.close()
+
+
+class _RecomputationContext:
+    """A second backward enters it again."""
+
+    def __init__(self, kept: _Kept) -> None:
+        self._kept = kept
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(_after_each_saved())
+        self._stack.enter_context(_Recomputation(self._kept))
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+def _after_each_saved(call: Callable[[Tensor], None] | None = None) -> saved_tensors_hooks:
+    """Return hooks that call a function with each saved tensor, and pack it as before, but outside of the mode."""
     # Hooks that are pushed replace those before: torch's own of this checkpoint.
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
-    def pack_and_note(tensor: Tensor) -> Any:
-        kept.saved(tensor)
-        return pack(tensor)
+    def call_and_pack(tensor: Tensor) -> Any:
+        if call is not None:
+            call(tensor)
+        return outside_of_mode(pack, tensor)
 
-    with saved_tensors_hooks(pack_and_note, unpack), _Forward(kept):
-        yield
-    kept.close()
+    return saved_tensors_hooks(call_and_pack, unpack)
 
 
 def _contexts() -> tuple[Any, Any]:
     """Return the contexts of a forward and of its recomputation."""
     kept = _Kept()
-    return _forward_context(kept), _Recomputation(kept)
+    return _forward_context(kept), _RecomputationContext(kept)

@@ -114,7 +114,7 @@ def _parse() -> argparse.Namespace:
         "--rates", nargs="+", type=float, help="of `optimizer_loss` (a single one is taken untried) and `replica_loss`"
     )
     parser.add_argument("--steps", type=int, help="of `optimizer_loss`, `whole_model` and `replica_loss`")
-    parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
+    parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time, on all GPUs together")
     parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
     parser.add_argument(
         "--memory", choices=("held", "free"), help="of `data`: whether others hold memory; default: held"

@@ -7,7 +7,7 @@ train with each seed at its best one. Nothing clips gradients, as updates inside
 On a GPU products are in bfloat16 in all runs: by autocast where weights are float32. On a CPU weights are float32 in
 all runs, which leaves the states to be compared.
 
-Runs are independent, so several share a GPU (`--jobs`). Each prints a row when it ends, and appends it to
+Runs are independent, so several share the GPUs (`--jobs`). Each prints a row when it ends, and appends it to
 `$OUT/optimizer_loss-CASE.jsonl`. What a time limit cuts off loses no others.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import Queue, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,7 +153,12 @@ def run_case(case: LossCase, device_type: str) -> dict[str, Any]:
         train = partial(map, partial(trained, case, device_type))
         rows = _rows(case, searches, train)
     else:
-        with ProcessPoolExecutor(case.jobs, get_context("spawn")) as pool:
+        context = get_context("spawn")
+        gpus = context.Queue()
+        names = _visible_gpus() or [""]
+        for job in range(case.jobs):
+            gpus.put(names[job % len(names)])
+        with ProcessPoolExecutor(case.jobs, context, initializer=_take_gpu, initargs=(gpus,)) as pool:
             rows = _rows(case, searches, partial(pool.map, partial(trained, case, device_type)))
     found = {
         kind: {seed: rows[Run(kind, rate, seed)] for seed in range(case.repeats)}
@@ -168,6 +173,16 @@ def run_case(case: LossCase, device_type: str) -> dict[str, Any]:
         "losses": {kind: [row["loss"] for row in of_seeds.values()] for kind, of_seeds in found.items()},
         "curves": {kind: [row["curve"] for row in of_seeds.values()] for kind, of_seeds in found.items()},
     }
+
+
+def _visible_gpus() -> list[str]:
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names.split(",") if names else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _take_gpu(gpus: Queue[str]) -> None:
+    """Let a process of the pool use one GPU of the queue alone."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
 
 
 def _rows(

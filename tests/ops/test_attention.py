@@ -1,5 +1,6 @@
 """Attention against its reference, on its kernels (Triton's interpreter without a GPU), torch's and packages'."""
 
+import importlib
 import math
 from contextlib import nullcontext
 from itertools import product
@@ -15,6 +16,8 @@ from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 from tests.ops.attention_inputs import DOCUMENTS, HEADS, WINDOWS, assert_equals_reference, ids_of, make
 from tests.ops.grid import DEVICES, DTYPES, LAYOUTS, check_op
+
+attention_module = importlib.import_module("lightning_d9d.ops.attention")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -300,6 +303,25 @@ def test_results_that_are_not_cudnns_can_be_changed_in_place(kernel, can_change,
     out = attention(q, k, v, kernel=kernel)
     with nullcontext() if can_change else pytest.raises(RuntimeError, match="is being modified inplace"):
         out.mul_(2).backward(gradient)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "is_ours"),
+    [(torch.float32, 2, True), (torch.float32, 4, False), (torch.bfloat16, 2, False), (torch.float64, 2, False)],
+    ids=str,
+)
+def test_what_torch_would_do_with_all_scores_runs_on_kernels(dtype, kv_heads, is_ours, monkeypatch):
+    """CUDA has no kernel of torch's for float32 and shared heads."""
+    operator, calls = attention_module._attend_op, []
+
+    def on_cuda(*tensors, by_default=True):
+        return by_default and all(tensor.dtype != torch.float64 for tensor in tensors)
+
+    monkeypatch.setattr(attention_module, "runs_triton", on_cuda)
+    monkeypatch.setattr(attention_module, "_attend_op", lambda *args: calls.append(args[-1]) or operator(*args))
+    inputs, gradient = make(4, kv_heads, dtype)
+    assert_equals_reference(attention(*inputs), inputs, gradient)
+    assert calls == ["triton"] * is_ours
 
 
 @pytest.mark.gpu

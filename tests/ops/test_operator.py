@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d.ops import grouped_gemm, operator
-from lightning_d9d.ops.operator import define
+from lightning_d9d.ops.operator import OperatorMode, define
 from tests.harness.compare import assert_bitwise_equal
 
 callers: list[str] = []
@@ -192,6 +193,60 @@ def test_a_dispatch_mode_sees_both_operators() -> None:
         scaled(x, factors, power)[0].sum().backward()
     assert "lightning_d9d.test_scaled.default" in seen.names
     assert "lightning_d9d.test_scaled_backward.default" in seen.names
+
+
+class Informed(OperatorMode):
+    """Knows the operators, and doubles the results of the one that scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.call(func, partial(func, **(kwargs or {})), args)
+
+    def call(self, op: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        self.names.append(str(op))
+        results = run(*args)
+        return (results[0] * 2, results[1]) if op is registered.default else results
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_straight_calls_tell_a_mode_of_operators(needs_gradient: bool) -> None:
+    x, factors, power = inputs()
+    expected = torch.autograd.grad(2 * scaled(x, factors, power)[0].sum(), [x, factors])
+    callers.clear()
+    with Informed() as informed, torch.set_grad_enabled(needs_gradient):
+        y = scaled(x, factors, power)[0]
+        assert torch._C._len_torch_dispatch_stack() == 1
+        y = y + 0
+    assert informed.names == ["lightning_d9d.test_scaled.default", "aten.add.Tensor"]  # not what it computes with
+    assert callers == [__file__]
+    assert y.requires_grad == needs_gradient
+    assert_bitwise_equal("result", y, 2 * scaled(x, factors, power)[0])
+    if needs_gradient:
+        for name, ours, theirs in zip(
+            ["dx", "dfactors"], torch.autograd.grad(y.sum() * 2, [x, factors]), expected, strict=True
+        ):
+            assert_bitwise_equal(name, ours, theirs)
+
+
+def test_a_mode_is_active_again_after_an_operator_that_fails() -> None:
+    x, factors, _ = inputs()
+    with Informed() as informed, pytest.raises(TypeError):
+        scaled(x, factors, "one")
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert len(informed.names) == 1
+
+
+@pytest.mark.parametrize("modes", [(Informed, Seen), (Seen, Informed)])
+def test_several_modes_see_the_operator_of_the_dispatcher(modes: tuple[type[Any], type[Any]]) -> None:
+    callers.clear()
+    with modes[0]() as first, modes[1]() as second:
+        scaled(*inputs())
+    assert "lightning_d9d.test_scaled.default" in first.names
+    assert "lightning_d9d.test_scaled.default" in second.names
+    assert went_straight() == [False]
 
 
 def test_a_function_mode_sees_the_operator() -> None:

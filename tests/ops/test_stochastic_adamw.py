@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_d9d.ops.backend import using_kernels
-from lightning_d9d.ops.stochastic_adamw import AdamWTensors, MultiTensorAdamW, Place, Scalars, blocks_of
+from lightning_d9d.ops.stochastic_adamw import AdamWTensors, MultiTensorAdamW, Place, Scalars, blocks_of, fma
 from tests.harness.compare import assert_bitwise_equal
 from tests.ops.grid import DEVICES
 
@@ -218,3 +219,18 @@ def test_rounding_without_bias_and_independently() -> None:
     (p, m, v), others = errors
     for one, other in [*zip((p, m, v), others, strict=True), (p, m), (p, v), (m, v)]:
         assert abs((one * other).mean().item()) < 5 * 0.5 / count**0.5
+
+
+def test_fused_multiply_add_is_rounded_once() -> None:
+    """No other float32 is closer to the exact result, also where the product and the number nearly cancel."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = torch.randn(3, 600, generator=generator)
+    c[:200] = -(a * b)[:200]
+    c[200:400] *= 2.0**-30
+    result = fma(a, b, c)
+    infinity = torch.full_like(result, torch.inf)
+    below, above = result.nextafter(-infinity), result.nextafter(infinity)
+    for x, y, z, *near in torch.stack([a, b, c, result, below, above], 1).tolist():
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        errors = [abs(exact - Fraction(each)) for each in near]
+        assert errors[0] == min(errors)

@@ -165,7 +165,7 @@ def test_memory_runs_out_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_of_a_gpu_runs_out_in_a_step() -> None:
     text = notes_of("cuda")
     assert "activations and buffers, at most" in text
-    assert "by arithmetic it fits with" in text
+    assert "by arithmetic a step needs" in text
 
 
 @pytest.mark.gpu

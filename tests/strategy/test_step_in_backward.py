@@ -59,8 +59,11 @@ class Deep(Staged):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _measure(self, _: Tensor) -> None:
+        self.peak_bytes = max(self.peak_bytes, self._gradient_bytes())
+
+    def _gradient_bytes(self) -> int:
         storages = [local(p.grad).untyped_storage() for p in self.parameters() if p.grad is not None]
-        self.peak_bytes = max(self.peak_bytes, sum({each.data_ptr(): each.nbytes() for each in storages}.values()))
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"])
@@ -186,7 +189,7 @@ class Wide(Deep):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        self.before = torch.cuda.memory_allocated()
+        self.before = torch.cuda.memory_allocated() - self._gradient_bytes()  # those of the last batch go next
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.most_bytes.append(torch.cuda.max_memory_allocated() - self.before)
