@@ -6,6 +6,7 @@ import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,9 +61,11 @@ def test_cases_by_device_and_options() -> None:
         cases("cuda", quick=False, methods=["Adam"])
 
 
-def write_to(directory: str) -> None:
+def write_to(directory: str, gpus: Any) -> None:
     """Write the results in a process of the pool, which is a fork that has made its imports."""
     os.environ["OUT"] = directory
+    optimizer_loss._take_gpu(gpus)
+    (Path(directory) / f"{os.getpid()}.gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 
 
 def test_runs_of_several_processes_write_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +73,11 @@ def test_runs_of_several_processes_write_their_rows(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         optimizer_loss,
         "ProcessPoolExecutor",
-        lambda jobs, _: ProcessPoolExecutor(jobs, warm.context(), write_to, (str(tmp_path),)),
+        lambda jobs, _, initializer, initargs: ProcessPoolExecutor(
+            jobs, warm.context(), write_to, (str(tmp_path), *initargs)
+        ),
     )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     rates = (1e30, 1e-3)
     case = LossCase(
         name="small", config=SMALL, steps=2, rows=2, length=32, rates=rates, repeats=2, kinds=(PEER,), jobs=2
@@ -82,6 +88,7 @@ def test_runs_of_several_processes_write_their_rows(tmp_path: Path, monkeypatch:
     assert result["best_rate"] == 1e-3
     of_seeds = {row["seed"]: row["loss"] for row in rows if row["rate"] == 1e-3}
     assert result["losses"][PEER] == [of_seeds[0], of_seeds[1]]
+    assert sorted(path.read_text() for path in tmp_path.glob("*.gpu")) == ["3", "5"]
 
 
 def test_large_models_have_about_as_many_parameters_as_their_names_say() -> None:
