@@ -52,8 +52,8 @@ SPARSE_HOST_SECONDS = HostSeconds(none=0.008, attention=0.015, selective=0.015, 
 They are steps with few tokens on a machine with one H200, on 27 November 2026, divided by the number of blocks. It was
 7.8 to 9.6 ms with "none", 14.7 to 18.5 ms with "full", and 14.6 to 22.9 ms with "selective". Another block took 8.4,
 15.4 and 21.3 ms more, from two to six blocks on a second machine. All else of a step took 8 to 15 ms, which does not
-count. Then operators went past Python's handler of "selective". Steps of six blocks took 50 ms with "none", 71 ms with
-"full" and 84 ms with "selective" after that, with all else. "attention" is assumed."""
+count. Then operators went past Python's handler of "selective", and steps of six blocks took 50, 71 and 84 ms in all.
+"attention" is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
