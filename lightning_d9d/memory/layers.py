@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -35,14 +36,14 @@ class LayerOfRank:
     peer_bytes: float = 0.0
     """Bytes that other ranks write such tokens to, outside of torch's allocator; layers share them."""
 
-    @property
+    @cached_property
     def is_recomputed(self) -> bool:
         """True if the layer keeps only its input."""
         if self.recompute in ("none", "selective", "attention"):
             return False
         return ParallelConfig(recompute=self.recompute).recomputes_block(self.place)
 
-    @property
+    @cached_property
     def kept(self) -> float:
         """Bytes kept from forward to backward."""
         costs = self.costs
@@ -55,7 +56,7 @@ class LayerOfRank:
                 return 0.0
         return costs.output_bytes if self.is_recomputed else costs.activation_bytes
 
-    @property
+    @cached_property
     def forward_peak(self) -> float:
         """The most bytes while its forward runs, with the kept ones."""
         return max(self.costs.forward_peak_bytes + self.wire_bytes, self.costs.activation_bytes)

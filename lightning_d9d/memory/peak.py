@@ -11,13 +11,18 @@ is of no use in another. FSDP2 allocates the messages that gather in one stream 
 another (torch's `_fsdp_collectives.py`). In the stream of the computation, a gradient that is larger than any tensor of
 a layer finds no free block of such tensors. So each of these four kinds needs its own most. Their sum is more than the
 most of all together, as gradients are there when activations are not.
+
+[Note: inputs on their way] With `recompute="offload"` a stream of its own copies each block's input to the host, and
+back. A freed tensor that two streams use stays in its block until the device is done with it (`record_stream`). The
+host frees inputs while it launches, ahead of the device. So the inputs of all blocks that it is ahead are still there.
+Torch does not call them allocated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from lightning_d9d.memory.layers import LayerOfRank, StageOfRank
 from lightning_d9d.memory.spread import Part, Share
@@ -25,6 +30,10 @@ from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, Back
 
 WORKSPACE = 33 * 2**20
 """The workspace of cuBLAS on Hopper, from torch's allocator: 32 MiB and 1 MiB (torch's `getChosenWorkspaceSize`)."""
+
+_BLOCKS_AHEAD = 15
+"""The most inputs of blocks on their way. CUDA takes some 1,024 launches before the device has run the first, which is
+assumed. A step of *sparse 64k* has 1,058 for four blocks, of which a forward is about a quarter."""
 
 _VOCABULARY = (Part.EMBEDDING, Part.HEAD)
 
@@ -64,13 +73,16 @@ class PeakBytes:
     """Bytes of free blocks at the peak that large gradients cannot take. [Note: blocks that are kept apart]."""
     streams: int = 0
     """The same if FSDP2 has streams of its own: bytes of free blocks of all streams."""
+    copied: int = 0
+    """Bytes of blocks' inputs that are freed, but not for other tensors. [Note: inputs on their way]."""
     peers: int = 0
     """Bytes that other ranks write tokens to, outside of torch's allocator."""
 
     @property
     def total(self) -> int:
         """The sum of all that tensors take."""
-        return sum(getattr(self, each.name) for each in fields(self) if each.name not in ("apart", "streams", "peers"))
+        kept = self.weights + self.gradients + self.states + self.activations
+        return kept + self.gathered + self.working + self.constant
 
 
 class LayerGradients:
@@ -150,8 +162,18 @@ def peak(
         constant: Bytes of workspaces.
     """
     peers = max((part.peer_bytes for stage in stages.values() for part in stage.parts), default=0.0)
-    at_rest = PeakBytes(weights=weights, states=states, constant=constant, peers=int(peers))
+    copied = _on_their_way(stages, actions)
+    at_rest = PeakBytes(weights=weights, states=states, constant=constant, copied=int(copied), peers=int(peers))
     return _Walk(stages, at_rest, rules, keeps_gathered).run(actions)
+
+
+def _on_their_way(stages: Mapping[int, StageOfRank], actions: Sequence[Action]) -> float:
+    """Count the bytes of inputs that are copied to the host and back while the host is ahead."""
+    forwards = [part.stage for action in actions for part in compute_parts(action) if isinstance(part, Forward)]
+    sizes = [
+        layer.costs.output_bytes for index in forwards for layer in stages[index].layers if layer.recompute == "offload"
+    ]
+    return max(sizes, default=0.0) * min(2 * len(sizes), _BLOCKS_AHEAD)
 
 
 class _Walk:
@@ -240,15 +262,10 @@ class _Walk:
             ("scattered", self.scattered),
         ):
             self.most_of_pools[name] = max(self.most_of_pools[name], value)
-        now = replace(
-            self.at_rest,
-            gradients=int(self.there + fresh),
-            activations=int(self.activations),
-            gathered=int(copies + messages),
-            working=int(working),
-        )
-        if now.total > self.best.total:
-            self.best = now
+        parts = int(self.there + fresh), int(self.activations), int(copies + messages), int(working)
+        if self.at_rest.total + sum(parts) > self.best.total:
+            names = "gradients", "activations", "gathered", "working"
+            self.best = replace(self.at_rest, **dict(zip(names, parts, strict=True)))
 
     def around(self, stage: StageOfRank, place: int, *, is_backward: bool) -> tuple[float, float]:
         """Return the bytes of the running unit, and of messages: in a forward its own, in a backward the next one's."""
@@ -276,6 +293,7 @@ class _Walk:
             self.there -= self.tied.get(index, 0.0) if layer is stage.before else 0.0
             whole = max(layer.kept, layer.costs.activation_bytes)
             again = whole - layer.kept
+            early = 0.0 if layer.recompute == "attention" else again  # attention comes behind all else
             copies, coming = self.around(stage, place, is_backward=True)
             around = copies + sums, coming
             large = large_sums + (0 if self.keeps else gathered_bytes(layer, self.block))
@@ -290,16 +308,14 @@ class _Walk:
                         fresh = max(fresh - own.largest, 0) * own.stays / max(1, own.fresh) + own.largest
                     if self.rules.part_bytes is not None and not self.rules.accumulates:
                         fresh = min(fresh, self.rules.part_bytes + own.largest)
-                    is_later = layer.recompute == "attention" and moment is not last  # that is recomputed behind them
-                    now_again = 0.0 if is_later else again
-                    grown = now_again + layer.costs.output_bytes + moment.row_bytes
+                    grown = (again if moment is last else early) + layer.costs.output_bytes + moment.row_bytes
                     self.note(grown, around, fresh, large + min(fresh, own.large + own.large_units))
-                if again:
-                    self.note(
-                        max(layer.forward_peak - layer.kept, again) + layer.costs.output_bytes, around, large=large
-                    )
+                if early:  # gradients of experts' results are made before
+                    copied = layer.costs.dispatch_bytes if layer.is_recomputed else 0.0
+                    forward = max(layer.forward_peak - layer.kept + copied, early)
+                    self.note(forward + layer.costs.output_bytes, around, large=large)
                 if layer.wire_bytes:
-                    self.note(again + layer.costs.output_bytes + layer.wire_bytes, around, large=large)
+                    self.note(early + layer.costs.output_bytes + layer.wire_bytes, around, large=large)
             self.activations -= layer.kept
             self.settle(own, is_first=is_first, is_last=is_last)
             self.there += self.tied.get(index, 0.0) if layer is stage.after else 0.0
@@ -317,7 +333,8 @@ class _Walk:
             whole = max(layer.kept, layer.costs.activation_bytes)
             split = layer.costs.split_activation_bytes
             if looks:
-                self.note(whole - layer.kept + layer.costs.output_bytes, self.around(stage, place, is_backward=True))
+                grown = whole - layer.kept + max(each.row_bytes for each in layer.moments)
+                self.note(grown + layer.costs.output_bytes, self.around(stage, place, is_backward=True))
             self.activations += split - layer.kept
 
     def backward_weight(self, index: int, stage: StageOfRank, *, is_last: bool) -> None:

@@ -16,7 +16,7 @@ from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.dispatch_choice import dispatch_for, planned_places
 from lightning_d9d.schedule.actions import Action, BackwardInput, compute_parts
 from lightning_d9d.schedule.layers import ModelCosts
-from lightning_d9d.schedule.program import merge_backwards
+from lightning_d9d.schedule.program import Program, merge_backwards
 from lightning_d9d.schedule.schedule import Schedule
 
 StateBytes = Callable[[Share], int]
@@ -61,7 +61,7 @@ class RankModel:
         """True if several backwards add up to a step."""
         return self.num_microbatches > 1 or self.accumulates_batches
 
-    @property
+    @functools.cached_property
     def unit_sum_bytes(self) -> int:
         """Bytes of a number in FSDP2's sums of gradients."""
         reduced = self.parallel.dtypes[1]
@@ -116,24 +116,35 @@ class RankModel:
         """True if "auto" took peer dispatch, which all-to-all may replace."""
         return self.writes_to_peers and self.parallel.expert_dispatch == "auto"
 
+    @functools.cached_property
     def spread(self) -> Spread:
-        """Return the rules that place weights on ranks."""
+        """The rules that place weights on ranks."""
         return Spread(self.mesh, self.parallel)
+
+    @functools.cached_property
+    def _program(self) -> Program:
+        return merge_backwards(self.schedule.compute(self.mesh.pipeline_parallel, self.num_microbatches))
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a pipeline rank in a batch."""
-        program = merge_backwards(self.schedule.compute(self.mesh.pipeline_parallel, self.num_microbatches))
-        return program.ranks[rank]
+        return self._program.ranks[rank]
 
-    def stages(self, rank: int, spread: Spread) -> dict[int, StageOfRank]:
+    def stages(self, rank: int) -> dict[int, StageOfRank]:
         """Return the stages of a pipeline rank, by index."""
-        last = len(self.layers_of_stages) - 1
         indices = self.schedule.stages_of(rank, self.mesh.pipeline_parallel)
-        return {index: self.stage(self.layers_of_stages[index], index == 0, index == last, spread) for index in indices}
+        return {index: self._stages[index] for index in indices}
 
-    def stage(self, layers: range, is_first: bool, is_last: bool, spread: Spread) -> StageOfRank:
+    @functools.cached_property
+    def _stages(self) -> list[StageOfRank]:
+        last = len(self.layers_of_stages) - 1
+        return [
+            self.stage(layers, is_first=index == 0, is_last=index == last)
+            for index, layers in enumerate(self.layers_of_stages)
+        ]
+
+    def stage(self, layers: range, *, is_first: bool, is_last: bool) -> StageOfRank:
         """Return a stage with these layers."""
-        before = after = None
+        spread, before, after = self.spread, None, None
         if is_first:
             before = tuple(spread.shares(self.weights.before))
         if is_last:
@@ -148,7 +159,7 @@ class RankModel:
     def held(self, rank: int) -> list[Share]:
         """Return the parts of weights on a pipeline rank, each weight once."""
         found = []
-        for stage in self.stages(rank, self.spread()).values():
+        for stage in self.stages(rank).values():
             found += [share for part in stage.parts for share in part.shares]
         return found
 
@@ -186,14 +197,14 @@ class RankModel:
         return HostMemory(
             checkpoint=(weights + states) * copies,
             offloaded=(weights + gradients + states) * self.parallel.offload,
-            inputs=input_bytes(self.stages(rank, self.spread()), self.actions(rank)) if keeps_inputs else 0,
+            inputs=input_bytes(self.stages(rank), self.actions(rank)) if keeps_inputs else 0,
         )
 
     def peak(self, rank: int) -> PeakBytes:
         """Return the bytes at the peak of a step on a pipeline rank. Local."""
         weights, _, states = self.at_end(rank)
         return peak(
-            self.stages(rank, self.spread()),
+            self.stages(rank),
             self.actions(rank),
             weights=weights,
             states=states,

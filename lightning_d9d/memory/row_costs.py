@@ -45,7 +45,7 @@ def row_costs(model: RankModel) -> ModelCosts:
     Gradients are counted as for several microbatches.
     """
     one = replace(model, rows=1, num_microbatches=max(2, model.num_microbatches))
-    stage = one.stage(range(len(model.costs.layers)), True, True, one.spread())
+    stage = one.stage(range(len(model.costs.layers)), is_first=True, is_last=True)
     assert stage.before is not None
     assert stage.after is not None
     return ModelCosts(

@@ -62,7 +62,7 @@ class Weight:
     """The heads of keys and values, if it is split by heads."""
     is_trained: bool = True
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the whole weight."""
         return math.prod(self.shape)
@@ -113,12 +113,12 @@ class Share:
     stays_gathered: bool = False
     """True if it belongs to the whole stage, which is gathered once a batch, as a tied matrix does."""
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements on the rank."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def num_gathered(self) -> int:
         """Elements after FSDP2 gathered it."""
         return math.prod(self.gathered)

@@ -95,7 +95,7 @@ def of_weights(model: RankModel, held: Iterable[Share]) -> Iterator[Sent]:
     copies = mesh.data_parallel_replicate * mesh.context_parallel_replicate
     for share in held:
         wide = sum_width(model, share)
-        is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
+        is_apart = share.weight.cut is Cut.EXPERTS and model.spread.experts_are_apart()
         axis, span = (
             (Axis.EP_FSDP, mesh.expert_parallel * share.num_shards) if is_apart else (Axis.DP_CP_SHARD, shards * inner)
         )
@@ -112,7 +112,7 @@ def of_weights(model: RankModel, held: Iterable[Share]) -> Iterator[Sent]:
         flags = 0 if share.is_unit else 1
         for place, num in enumerate(groups):
             sums = 2 * (share.numel + flags) * wide * share_sent(num)
-            of_sums = (Axis.TP, mesh.tensor_parallel) if place else (Axis.DP_REPLICATE, model.spread().num_ranks)
+            of_sums = (Axis.TP, mesh.tensor_parallel) if place else (Axis.DP_REPLICATE, model.spread.num_ranks)
             yield Sent("all_reduce", "gradients", of_sums[0], num, of_sums[1], sums, 1)
 
 
@@ -135,7 +135,7 @@ def _of_numbers(model: RankModel, held: Sequence[Share], *, clips: bool) -> Iter
 def _groups_of_norm(model: RankModel, share: Share) -> tuple[tuple[int, int], ...]:
     """Return the groups of ranks with other parts of a gradient: their number, and how far one is from the next."""
     mesh, found = model.mesh, set()
-    is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
+    is_apart = share.weight.cut is Cut.EXPERTS and model.spread.experts_are_apart()
     if is_apart:
         found.add((mesh.expert_parallel, 1))
     elif share.weight.cut in (Cut.TENSOR, Cut.HEADS):
@@ -148,7 +148,7 @@ def _groups_of_norm(model: RankModel, share: Share) -> tuple[tuple[int, int], ..
 
 def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
     """Yield the messages of activations, in all microbatches."""
-    for stage in model.stages(rank, model.spread()).values():
+    for stage in model.stages(rank).values():
         for layer in stage.layers:
             yield from of_layer(model, layer, model.num_microbatches)
         if stage.after is not None:

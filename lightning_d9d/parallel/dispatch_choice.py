@@ -7,6 +7,7 @@ memory. It takes all-to-all beside settings with which a batch cannot be compute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -73,8 +74,11 @@ def agreed_dispatch(group: dist.ProcessGroup, own: PeerPlace, refused: str | Non
 
 
 def planned_places(num_ranks: int, group_size: int, gpus_per_node: int) -> Iterator[list[PeerPlace]]:
-    """Yield the places of groups of consecutive ranks, on nodes whose GPUs all reach each other. Local."""
-    for first in range(0, num_ranks, group_size):
+    """Yield the places of groups of consecutive ranks, on nodes whose GPUs all reach each other. Local.
+
+    Groups that lie on their nodes as others do are left out.
+    """
+    for first in range(0, min(num_ranks, math.lcm(group_size, gpus_per_node)), group_size):
         ranks = range(first, first + group_size)
         yield [PeerPlace(f"node {rank // gpus_per_node}", "", "cuda", rank % gpus_per_node) for rank in ranks]
 

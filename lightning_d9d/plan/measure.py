@@ -3,6 +3,7 @@
 [Note: rates] Each operation runs alone, several times, and the median counts. Products of projections and of experts
 have the shapes of a Qwen3-MoE layer. Their rate is the sum of operations over the sum of times, forward and both parts
 of the backward. Attention has a rate for each length of a row. A ring of n ranks sends (n - 1)/n of what it gathers.
+The host's time is that of blocks of a tiny model, which launch as many kernels as large ones.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.memory.traffic import share_sent
+from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.model import Qwen3MoeModel
 from lightning_d9d.ops import attention, grouped_gemm
-from lightning_d9d.plan.machine import AttentionRate, MachineTable, shipped
+from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.parallel.recompute import recompute_activations
+from lightning_d9d.pipeline.types import StageInfo
+from lightning_d9d.plan.machine import AttentionRate, HostSeconds, MachineTable, shipped
 from lightning_d9d.schedule.layers import ATTENTION_BACKWARD
 
 _SOME_LAUNCHES = 200
 _SOME_MESSAGES = 4
+_FEW_TOKENS = 128
 _RATES = (
     *("memory_gib", "peak_flops", "linear_flops", "grouped_flops", "attention_forward_flops"),
     *("attention_backward_flops", "copy_bytes", "node_link_bytes", "network_bytes", "latency", "action_seconds"),
-    *("host_share", "wait_seconds", "message_slowdown"),
+    *("host_share", "wait_seconds", "message_slowdown", "sparse_host_seconds", "dense_host_seconds"),
 )
 """The fields of a table that are rates; a table lists those that were not measured."""
 
@@ -189,6 +196,37 @@ def launch(device: torch.device) -> Measured:
     return Measured("launch", min(found))
 
 
+def host_seconds(device: torch.device, preset: Literal["tiny", "tiny-dense"], repeats: int = 10) -> dict[str, Measured]:
+    """Measure the host's time to launch forward and backward of a block, by kind of recomputation. Local.
+
+    Kernels are so small that the device waits for the host, and the time to wait for the device does not count.
+
+    Args:
+        device: The device that computes.
+        preset: The model whose blocks are taken, with experts or without.
+        repeats: Number of timed calls; the median counts.
+    """
+    config = Qwen3MoeConfig.preset(preset)
+    blocks = Qwen3MoeModel(config, StageInfo(1, 3, range(config.num_hidden_layers))).to(device, torch.bfloat16)
+    x = torch.randn(1, _FEW_TOKENS, config.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def seconds() -> float:
+        blocks.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        result = blocks(hidden_states=x)["hidden_states"]
+        torch.autograd.backward(result, torch.ones_like(result))
+        return (time.perf_counter() - start) / config.num_hidden_layers
+
+    found = {}
+    for kind in HostSeconds._fields:
+        recompute_activations(blocks, ParallelConfig(recompute=kind))
+        timed = [seconds() for _ in range(2 + repeats)][2:]
+        found[kind] = Measured(f"host, a block of {preset}, recompute {kind}", statistics.median(timed))
+    return found
+
+
 def links(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[str, Measured]:
     """Measure messages of each kind, and one so small that its time is latency. Collective over the group.
 
@@ -280,6 +318,7 @@ def measure(
     linear, grouped = list(products(sizes, device)), list(grouped_products(sizes, device))
     attended = list(attention_rates(sizes, device))
     copied, launched = copy(sizes, device), launch(device)
+    sparse, dense = host_seconds(device, "tiny", sizes.repeats), host_seconds(device, "tiny-dense", sizes.repeats)
     rates = tuple(AttentionRate(length, _rate([f]), _rate([b])) for length, f, b in attended)
     values: dict[str, object] = {
         "device": name,
@@ -290,10 +329,13 @@ def measure(
         "attention_by_tokens": rates,
         "copy_bytes": copied.num_bytes / copied.seconds,
         "launch_seconds": launched.seconds,
+        "sparse_host_seconds": HostSeconds(**{kind: each.seconds for kind, each in sparse.items()}),
+        "dense_host_seconds": HostSeconds(**{kind: each.seconds for kind, each in dense.items()}),
     }
     if is_gpu:
         values["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
     rows = [*linear, *grouped, *(each for _, f, b in attended for each in (f, b)), copied, launched]
+    rows += [*sparse.values(), *dense.values()]
     if group is not None:
         of_kinds = links(sizes, device, group)
         gathered, small = of_kinds["all_gather"], of_kinds["small message"]

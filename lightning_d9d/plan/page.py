@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.plan.planning import Plan
-from lightning_d9d.plan.text import GIB, PARTS, SECONDS, degrees, gib, memory_rows, of_host, shown_ranks, verdict
+from lightning_d9d.plan.text import GIB, PARTS, SECONDS, degrees, gib, limit, memory_rows, shown_ranks, verdict
 from lightning_d9d.schedule.plot import KINDS, bars
 
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#f2a93b", "#b279a2", "#72b7b2", "#9d755d")
@@ -67,7 +67,7 @@ def page_of(plan: Plan) -> str:
         *_table(memory_header, memory_rows(ranks)),
         "<h2>The step</h2>",
         *_table(["", "s", "share"], [(k, f"{v:.4f}", f"{v / plan.step_seconds:.1%}") for k, v in seconds.items() if v]),
-        f'<p class="bad">{escape(said.capitalize())}.</p>' if (said := of_host(plan)) else "",
+        f"<p>The step is {escape(limit(plan))}.</p>",
         *_gantt(plan),
         "<h2>Messages</h2>",
         *_table(["axis", "degree", "link"], degrees(plan)),

@@ -19,7 +19,7 @@ from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.metrics import Convention, StepFlops
 from lightning_d9d.parallel.dispatch_choice import refusal
 from lightning_d9d.plan.machine import MachineTable, machine_of
-from lightning_d9d.plan.seconds import Timed, timed
+from lightning_d9d.plan.seconds import ProgramOf, Timed, program_of, timed
 from lightning_d9d.schedule import Auto, ModelCosts, Schedule
 from lightning_d9d.strategy.described import RunSettings, layers_of
 from lightning_d9d.strategy.module import D9DModule
@@ -131,6 +131,8 @@ class Plan:
             "bubble": self.timed.bubble_ratio,
             "step_seconds": self.step_seconds,
             "seconds": asdict(seconds),
+            "host_seconds": self.timed.host_seconds,
+            "limited_by": "host" if self.timed.is_limited_by_host else "device",
             "links": {name: {"bytes": of[0], "seconds": of[1]} for name, of in self.timed.links.items()},
             "tokens_per_step": self.tokens,
             "tokens_per_second_and_gpu": self.tokens_per_second,
@@ -352,6 +354,7 @@ def plan_of(
     *,
     asynchronous: bool = False,
     clips: bool = True,
+    program: ProgramOf = program_of,
 ) -> Plan:
     """Plan a run from its model description. Local."""
     mesh, pp = model.mesh, model.mesh.pipeline_parallel
@@ -382,12 +385,13 @@ def plan_of(
     saved += sum(model.state_bytes(_whole(w)) for w in model.weights.every if w.is_trained)
     most = max(ranks, key=lambda each: each.needed)
     if model.chose_peers and most.needed > machine.memory_bytes:
-        return plan_of(replace(model, gpus_per_node=0), machine, costs, asynchronous=asynchronous, clips=clips)
+        others = replace(model, gpus_per_node=0)
+        return plan_of(others, machine, costs, asynchronous=asynchronous, clips=clips, program=program)
     return Plan(
         model=model,
         machine=machine,
         ranks=tuple(ranks),
-        timed=timed(model, machine, sent, clips=clips),
+        timed=timed(model, machine, sent, clips=clips, program=program),
         tokens=tokens,
         flops={
             "causal": per_gpu * flops.count(Convention.CAUSAL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -11,6 +12,7 @@ from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.mesh import Axis
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.plan.planning import Plan, check_mesh, plan_of
+from lightning_d9d.plan.seconds import program_of
 from lightning_d9d.schedule import DualPipeV, Interleaved1F1B, ModelCosts, OneForwardOneBackward, Schedule, ZeroBubbleV
 
 SCHEDULES: tuple[Schedule, ...] = (OneForwardOneBackward(), Interleaved1F1B(), ZeroBubbleV(), DualPipeV())
@@ -35,8 +37,9 @@ def search(
     """Return the fastest plans that fit, for the ranks, the rows and the optimizer of a model description. Local.
 
     Meshes are powers of two: up to 16 stages, shards and expert ranks within a node, two nodes, or all data ranks. They
-    are compared under 1F1B with microbatches of one row. The best of them are then tried with all schedules and other
-    microbatches. Tensor and context parallelism stay as they are.
+    are compared under 1F1B with microbatches of one row, without waits for the host, as larger microbatches have fewer.
+    The best of them are then tried with all schedules and other microbatches. Tensor and context parallelism stay as
+    they are.
 
     Args:
         model: The description; its rows are those of a step on all its ranks.
@@ -50,9 +53,12 @@ def search(
     Raises:
         ConfigError: No mesh fits the memory; the message has the nearest one.
     """
+    program = functools.cache(program_of)
 
     def planned(tried: Iterator[RankModel]) -> list[Plan]:
-        return [plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips) for each in tried]
+        return [
+            plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips, program=program) for each in tried
+        ]
 
     found = planned(meshes(model, machine.gpus_per_node, layers_of))
     if not found:
@@ -66,7 +72,7 @@ def search(
             f"nothing that was tried fits {machine.memory_gib:.1f} GiB; the nearest, {name_of(nearest)}, needs "
             f"{nearest.missing / 2**30:.1f} GiB more. Give more ranks, fewer rows, or optimizer states of eight bits"
         )
-    fitting.sort(key=_step_seconds)
+    fitting.sort(key=lambda each: each.timed.seconds.without_host)
     for best in fitting[:_BEST_MESHES]:
         fitting += [each for each in planned(schedules(best.model, layers_of)) if each.missing <= 0]
     return sorted({name_of(each): each for each in fitting}.values(), key=_step_seconds)[:most]

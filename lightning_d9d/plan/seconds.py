@@ -9,12 +9,16 @@ of messages and 0.6 ms of copies. Messages of weights and gradients run beside t
 layer. The same is true of the last sums: that of the embedding, and that of the first layer if FSDP2 sums it. If
 messages take longer than the computation, the rest counts in full. The program of a pipeline is simulated with these
 seconds. The update moves the bytes of `updated_bytes`.
+
+[Note: time of the host] The host launches kernels ahead of the device. So the forwards and backwards of a step take as
+long as the slower of the two, in the sum over a rank's blocks. The host's seconds of a block are in the machine table.
+If the host is slower, all actions of the rank take longer by the same factor. The update is launched behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_d9d.memory.copies import updated_bytes
 from lightning_d9d.memory.layers import StageOfRank
@@ -23,7 +27,7 @@ from lightning_d9d.memory.row_costs import microbatch_costs
 from lightning_d9d.memory.spread import Share
 from lightning_d9d.memory.traffic import Sent, of_weights
 from lightning_d9d.plan.machine import MachineTable
-from lightning_d9d.schedule import Costs, simulate
+from lightning_d9d.schedule import Costs, Program, Schedule, simulate
 from lightning_d9d.schedule.simulate import Simulation
 
 _TORCH_UPDATE, _OWN_UPDATE = 0.7, 0.84
@@ -31,11 +35,8 @@ _TORCH_UPDATE, _OWN_UPDATE = 0.7, 0.84
 H100, and the norm 4.7 ms for 10.0 GB. `StochasticAdamW` in eight bits took 12.6 ms for 31 GB of *sparse 64k*, and 17.2
 ms for 44.8 GB of *experts in eight bits*."""
 _BESIDE = ("weights", "gradients")
-_HOST_SECONDS, _HOST_SECONDS_AGAIN = 0.008, 0.015
-"""The host's time for a block with experts and a microbatch, forward and backward, without and with recomputation.
 
-On a machine with one H200 it was 7.8 to 9.6 ms without. It was 14.7 to 18.5 ms with "full", and 14.6 to 22.9 ms with
-"selective". It does not depend on the number of tokens."""
+ProgramOf = Callable[[Schedule, int, int], Program]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,19 @@ class StepSeconds:
     """The time that the rank waits for other pipeline ranks."""
     update: float
     """The optimizer, and the norm where gradients are clipped."""
+    host: float
+    """The time that the device waits for the host to launch kernels. See [Note: time of the host]."""
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return self.compute + self.messages + self.sums + self.bubble + self.update
+        return self.compute + self.messages + self.sums + self.bubble + self.update + self.host
+
+    @property
+    def without_host(self) -> float:
+        """Seconds of the step if the device never waited for the host. The bubble would be shorter by about as much."""
+        waits = self.host / (self.compute + self.messages + self.host)
+        return self.total - self.host - waits * self.bubble
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +78,28 @@ class Timed:
     bubble_ratio: float
     links: dict[str, tuple[float, float]]
     """The bytes that the busiest rank sends over each link, and their seconds without anything beside them."""
-    host_seconds: float
-    """The least time that the busiest rank's host needs for blocks with experts. The step's time does not have it."""
+    host_seconds: float | None
+    """The seconds of the busiest rank's host for the blocks of a step; None if the machine table does not have them."""
+
+    @property
+    def is_limited_by_host(self) -> bool:
+        """True if the device waits for the host."""
+        return self.seconds.host > 0
 
 
-def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]], *, clips: bool) -> Timed:
+def program_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program:
+    """Return the program of a schedule. Local."""
+    return schedule.program(num_ranks, num_microbatches)
+
+
+def timed(
+    model: RankModel,
+    machine: MachineTable,
+    sent: Sequence[Sequence[Sent]],
+    *,
+    clips: bool,
+    program: ProgramOf = program_of,
+) -> Timed:
     """Predict the time of a step. Local. See [Note: time of a step].
 
     Args:
@@ -81,14 +107,15 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         machine: The rates.
         sent: The `traffic` of each pipeline rank.
         clips: True if gradients are clipped by their norm.
+        program: As `program_of`; a search remembers programs, which many meshes share.
     """
-    spread, pp = model.spread(), model.mesh.pipeline_parallel
-    num_stages = len(model.layers_of_stages)
-    of_stages: list[_Stage | None] = [None] * num_stages
+    pp = model.mesh.pipeline_parallel
+    of_stages: dict[int, _Stage] = {}
     for rank in range(pp):
-        for index, stage in model.stages(rank, spread).items():
-            of_stages[index] = _stage(model, stage, machine)
-    known = [stage for stage in of_stages if stage is not None]
+        of_stages |= {index: _stage(model, stage, machine) for index, stage in model.stages(rank).items()}
+    ranks = [_rank(model, rank, of_stages, machine, sent[rank]) for rank in range(pp)]
+    slower = {index: ranks[rank].slower for rank in range(pp) for index in model.stages(rank)}
+    known = [of_stages[index].times(slower[index]) for index in range(len(of_stages))]
     costs = Costs(
         forward=[each.forward for each in known],
         backward_input=[each.backward_input for each in known],
@@ -97,39 +124,44 @@ def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]
         transfer=_transfer(model, machine),
         latency=machine.latency,
     )
-    simulation = simulate(model.schedule.program(pp, model.num_microbatches), costs)
+    simulation = simulate(program(model.schedule, pp, model.num_microbatches), costs)
     busy = max(range(pp), key=lambda rank: simulation.compute_time[rank])
-    alone = _alone(model, model.stages(busy, spread), machine)
-    beside = sum(_seconds(each, machine) for each in sent[busy] if each.what in _BESIDE) - alone
-    stages_of = model.schedule.stages_of(busy, pp)
-    messages = model.num_microbatches * sum(known[index].messages for index in stages_of)
-    compute = simulation.compute_time[busy] - messages
+    own, active = ranks[busy], simulation.compute_time[busy]
+    device = active / own.slower
     seconds = StepSeconds(
-        compute=compute,
-        recompute=model.num_microbatches * sum(known[index].again for index in stages_of),
-        messages=messages,
-        sums=alone + machine.message_slowdown * beside + max(0.0, beside - compute),
-        bubble=simulation.step_time - simulation.compute_time[busy],
+        compute=device - own.messages,
+        recompute=own.again,
+        messages=own.messages,
+        sums=own.alone + own.slowed + max(0.0, own.beside - (active - own.messages)),
+        bubble=simulation.step_time - active,
         update=_update(model, max((model.held(rank) for rank in (0, pp - 1)), key=_elements), machine, clips=clips),
+        host=active - device,
     )
-    num_blocks = model.num_microbatches * sum(known[index].blocks_with_experts for index in stages_of)
     return Timed(
         seconds=seconds,
         simulation=simulation,
         bubble_ratio=simulation.bubble_ratio,
         links=_links(sent, machine),
-        host_seconds=num_blocks * (_HOST_SECONDS if model.parallel.recompute == "none" else _HOST_SECONDS_AGAIN),
+        host_seconds=own.host,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
+    """The seconds of a stage for a microbatch, on the device; of them those of messages and of recomputation."""
+
     forward: float
     backward_input: float
     backward_weight: float
     messages: float
     again: float
-    blocks_with_experts: int
+    host: float | None
+    """The host's seconds to launch all of it; None if not known."""
+
+    def times(self, factor: float) -> _Stage:
+        """Return the stage with longer actions."""
+        actions = {name: factor * getattr(self, name) for name in ("forward", "backward_input", "backward_weight")}
+        return replace(self, **actions)
 
 
 def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stage:
@@ -142,7 +174,61 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stag
         backward_weight=sum(each.backward_weight for each in seconds),
         messages=sum(rates.message_seconds(each, 1) for each in costs),
         again=sum(rates.again(each, 1) for each in costs),
-        blocks_with_experts=sum(each.grouped_flops > 0 for each in costs),
+        host=_host(model, stage, machine),
+    )
+
+
+def _host(model: RankModel, stage: StageOfRank, machine: MachineTable) -> float | None:
+    """Return the host's seconds for the blocks of a stage in a microbatch; None if not known."""
+    if model.parallel.compile or model.parallel.cuda_graphs:
+        return None
+    found = 0.0
+    for layer in stage.layers:
+        seconds = machine.sparse_host_seconds if layer.costs.grouped_flops else machine.dense_host_seconds
+        if seconds is None:
+            return None
+        found += seconds.of(layer)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """The seconds of a pipeline rank in a step."""
+
+    computed: float
+    """All of its actions on the device, with messages of tokens."""
+    messages: float
+    again: float
+    host: float | None
+    alone: float
+    """Messages of weights and gradients that nothing is computed beside."""
+    beside: float
+    """Other messages of weights and gradients."""
+    slowed: float
+    """The time that the computation loses by them."""
+
+    @property
+    def slower(self) -> float:
+        """The factor by which the host makes actions longer. See [Note: time of the host]."""
+        return max(1.0, ((self.host or 0.0) - self.slowed) / self.computed)
+
+
+def _rank(
+    model: RankModel, rank: int, of_stages: Mapping[int, _Stage], machine: MachineTable, sent: Sequence[Sent]
+) -> _Rank:
+    stages, number = model.stages(rank), model.num_microbatches
+    own = [of_stages[index] for index in stages]
+    hosts = [each.host for each in own if each.host is not None]
+    alone = _alone(model, stages, machine)
+    beside = sum(_seconds(each, machine) for each in sent if each.what in _BESIDE) - alone
+    return _Rank(
+        computed=number * sum(each.forward + each.backward_input + each.backward_weight for each in own),
+        messages=number * sum(each.messages for each in own),
+        again=number * sum(each.again for each in own),
+        host=number * sum(hosts) if len(hosts) == len(own) else None,
+        alone=alone,
+        beside=beside,
+        slowed=machine.message_slowdown * beside,
     )
 
 

@@ -25,6 +25,7 @@ SECONDS = {
     "messages": "messages that nobody computes beside",
     "sums": "gathering weights, summing gradients",
     "bubble": "bubble of the pipeline",
+    "host": "waiting for the host to launch",
     "update": "optimizer and norm",
 }
 """The names of the fields of `StepSeconds` for people, without parts of other fields."""
@@ -73,15 +74,17 @@ def costliest(plan: Plan) -> list[tuple[str, float]]:
     return sorted((each for each in named if each[1] > 0), key=lambda each: -each[1])[:3]
 
 
-def of_host(plan: Plan) -> str | None:
-    """Return a sentence on the host if it needs more time than the device computes; otherwise None."""
-    computed, host = plan.timed.seconds.compute, plan.timed.host_seconds
-    if host <= computed:
-        return None
-    return (
-        f"the host needs about {host:.2f} s or more to launch what the device computes in {computed:.2f} s, so a step "
-        "takes longer than planned; larger microbatches have fewer launches"
-    )
+def limit(plan: Plan) -> str:
+    """Return whether the host or the device limits the forwards and backwards, in a few words."""
+    host, device = plan.timed.host_seconds, plan.timed.seconds.compute + plan.timed.seconds.messages
+    if host is None:
+        return "limited by the device, if the host is fast enough: its seconds for these blocks are not known"
+    if plan.timed.is_limited_by_host:
+        return (
+            f"limited by the host: it needs {host:.3f} s to launch blocks that take the device {device:.3f} s; larger "
+            "microbatches have fewer launches"
+        )
+    return f"limited by the device: the host needs {host:.3f} s to launch what takes the device {device:.3f} s"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -143,6 +146,7 @@ def report(plan: Plan) -> str:
             ],
         ),
         f"  (recomputation is {seconds.recompute:.4f} s of the computation; bubble {plan.timed.bubble_ratio:.1%})",
+        limit(plan),
         "",
         "sent by the rank that sends most, in a step",
         *table(
@@ -155,8 +159,6 @@ def report(plan: Plan) -> str:
         f"a checkpoint takes {plan.checkpoint_bytes / 1e9:.1f} GB of disk",
         f"memory of a node's host: {plan.host if plan.host.total else 'none'}",
     ]
-    if said := of_host(plan):
-        lines.append(said)
     if plan.machine.not_measured:
         lines.append(f"not measured on this device: {', '.join(plan.machine.not_measured)}")
     lines.append(f"rates: {plan.machine.source}")

@@ -48,13 +48,14 @@ def planned(config: Qwen3MoeConfig, rows: int, tokens: int, recompute: str = "no
     )
 
 
+@pytest.mark.parametrize("tokens", [4096, 32768])
 @pytest.mark.parametrize("recompute", ["none", "selective", "attention", "every_2", "full"])
 @pytest.mark.parametrize("config", [SPARSE, DENSE, SHARED], ids=["sparse", "dense", "both"])
 def test_one_rank_is_that_of_meta_tensors(
-    config: Qwen3MoeConfig, recompute: str, monkeypatch: pytest.MonkeyPatch
+    config: Qwen3MoeConfig, recompute: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits are not among them, as the loss is one operator; nor are weights, states and workspaces."""
-    rows, tokens = 2, 4096
+    rows = 2
     monkeypatch.setattr("lightning_d9d.memory.layers.tokens_at_once", lambda *sizes: 0)
     model = model_of(config)
     recompute_activations(model, ParallelConfig(recompute=recompute))
@@ -124,6 +125,16 @@ def test_a_pipeline_by_hand(schedule: Schedule, rank: int, live: int, later: int
     assert by_hand(schedule, rank, 6, "full").total == max(of_full[0] + 8, of_full[1] + 32 + 8)
 
 
+def test_inputs_on_their_way_to_the_host_keep_their_blocks() -> None:
+    """Two blocks with an input of 10 bytes: each is there once on its way to the host, and once on its way back."""
+    assert by_hand(OneForwardOneBackward(), 0, 1, "full").copied == 0
+    assert by_hand(OneForwardOneBackward(), 0, 2, "offload").copied == 2 * 2 * 2 * 10
+    assert by_hand(OneForwardOneBackward(), 0, 9, "offload").copied == 15 * 10
+    found = PeakBytes(weights=100, copied=50, constant=0)
+    assert found.total == 100
+    assert GPU_OVERHEAD.reserved(found) == GPU_OVERHEAD.reserved(PeakBytes(weights=150, constant=0))
+
+
 def test_gradients_of_earlier_batches_are_there_all_the_time() -> None:
     alone = by_hand(GPipe(), 0, 1)
     later = by_hand(GPipe(), 0, 1, rules=GradientRules(accumulates=True, accumulates_batches=True))
@@ -176,7 +187,7 @@ def test_memory_that_peers_write_to() -> None:
     parallel = ParallelConfig(expert_dispatch="peer", expert_capacity=4.0)
     mesh = MeshConfig(data_parallel_replicate=2, expert_parallel=2)
     model = dataclasses.replace(planned(SPARSE, 4, 4096, mesh=mesh), parallel=parallel)
-    (stage,) = model.stages(0, model.spread()).values()
+    (stage,) = model.stages(0).values()
     layer, found = stage.layers[0], model.peak(0)
     rows = 2 * 32768 * (4096 + 8 * (8 + 4))
     assert rows <= found.peers == layer.peer_bytes <= rows + 2048

@@ -30,7 +30,7 @@ def planned(ranks: int, experts: int, dispatch: str) -> Plan:
 
 def messages(found: Plan) -> Sent:
     """Those of one layer, forward and backward, with a recomputed forward."""
-    (stage,) = found.model.stages(0, found.model.spread()).values()
+    (stage,) = found.model.stages(0).values()
     (sent,) = (each for each in of_layer(found.model, stage.layers[0], 1) if each.what == "tokens to experts")
     return sent
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.cli.measuring import write_table
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.plan import MachineTable, Sizes, machine_of, measure, plan
-from lightning_d9d.plan.measure import attention_rates, grouped_products, products, seconds_of
+from lightning_d9d.plan.measure import attention_rates, grouped_products, host_seconds, products, seconds_of
 from tests.harness.ranks import RankContext
 
 TINY = Sizes(
@@ -52,6 +55,7 @@ def test_a_table_is_written_read_and_planned_with(tmp_path: Path) -> None:
     table = machine_of(str(tmp_path / "own.json"))
     assert table.device == "cpu"
     assert {"linear_flops", "attention_forward_flops", "grouped_flops", "copy_bytes"}.isdisjoint(table.not_measured)
+    assert {"sparse_host_seconds", "dense_host_seconds"}.isdisjoint(table.not_measured)
     assert {"peak_flops", "node_link_bytes", "network_bytes", "host_share"} <= {*table.not_measured}
     assert [each.tokens for each in table.attention_by_tokens] == [32, 128]
     assert table.rates_for(120).attention_forward_flops_per_second == table.attention_by_tokens[1].forward_flops
@@ -61,6 +65,26 @@ def test_a_table_is_written_read_and_planned_with(tmp_path: Path) -> None:
         slow.step_seconds
         > plan(Qwen3MoePretraining(preset="tiny"), strategy, 2, "h200", rows=4, tokens=128).step_seconds
     )
+
+
+@pytest.mark.parametrize(
+    ("preset", "mlp", "linears"), [("tiny", "SparseMoE", 4 + 8 + 8 + 8), ("tiny-dense", "SwiGLU", 7 + 11 + 14 + 14)]
+)
+def test_the_host_launches_blocks_with_each_recomputation(
+    preset: Literal["tiny", "tiny-dense"], mlp: str, linears: int
+) -> None:
+    """Two kinds run all of a block again, and one the four layers of its attention."""
+    run: Counter[str] = Counter()
+    hook = register_module_forward_pre_hook(lambda module, inputs: run.update([type(module).__name__]))
+    try:
+        found = host_seconds(CPU, preset, 1)
+    finally:
+        hook.remove()
+    assert list(found) == ["none", "attention", "selective", "full"]
+    assert all(each.seconds > 0 for each in found.values())
+    times, layers = 2 + 1, 4
+    assert run[mlp] == times * layers * (1 + 1 + 2 + 2)
+    assert run["Linear"] == times * layers * linears
 
 
 def test_time_is_that_of_the_action() -> None:
