@@ -219,7 +219,7 @@ class WarmupStableDecayLR(PiecewiseLR):
         decay_fraction: Fraction of the run, from 0 to 1, in which they fall at its end.
         curve: Curve of the fall.
         final: Factor at the end.
-        initial: Factor of the first step of a warm-up.
+        initial: Factor of the first step of a warm-up. With 0 that step changes no weights.
         total_steps: Optimizer steps of the whole run; as for `PiecewiseLR`.
 
     Raises:

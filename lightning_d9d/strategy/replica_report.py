@@ -12,6 +12,7 @@ from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.waits import waiting
 
 _LOSSES = ("train_loss", "loss")
+_NAMES = ("loss", "norm", "distance_to_centre", "distance_to_edge", "edge_wait_seconds")
 
 
 class ReplicaReport:
@@ -28,6 +29,8 @@ class ReplicaReport:
         self._group = group
         self._clock = clock
         self._seconds = 0.0
+        self._are_known: list[bool] = []
+        """For each of `_NAMES`, whether its number was known at the last exchange."""
         self._sums: Tensor | None = None
         self._most: Tensor | None = None
         self._works: list[dist.Work] = []
@@ -51,10 +54,10 @@ class ReplicaReport:
         wait, self._seconds = seconds - self._seconds, seconds
         device = self._ranks.device
         nothing = torch.full((), torch.nan, dtype=torch.float64, device=device)
-        distance = nothing if squared_distance is None else self.whole(squared_distance.to(device)).sqrt()
-        of_replica = (loss, norm, self.centre)
-        own = [nothing if each is None else each.detach().to(device, torch.float64) for each in of_replica]
-        values = torch.stack([*own, distance, torch.full_like(nothing, wait)])
+        distance = None if squared_distance is None else self.whole(squared_distance.to(device)).sqrt()
+        own = (loss, norm, self.centre, distance, torch.full_like(nothing, wait))
+        self._are_known = [each is not None for each in own]
+        values = torch.stack([nothing if each is None else each.detach().to(device, torch.float64) for each in own])
         self._sums, self._most = values.clone(), values.nan_to_num(nan=-torch.inf)
         works = (
             dist.all_reduce(self._sums, group=self._group, async_op=True),
@@ -83,7 +86,7 @@ class ReplicaReport:
         with waiting():
             self.end()
         means, most = self._sums / self._group.size(), self._most
-        names = ("loss", "norm", "distance_to_centre", "distance_to_edge", "edge_wait_seconds")
-        for index, name in enumerate(names):
-            module.log(f"replicas/{name}_mean", means[index].float(), batch_size=1)
-            module.log(f"replicas/{name}_most", most[index].float(), batch_size=1)
+        for index, (name, is_known) in enumerate(zip(_NAMES, self._are_known, strict=True)):
+            if is_known:
+                module.log(f"replicas/{name}_mean", means[index].float(), batch_size=1)
+                module.log(f"replicas/{name}_most", most[index].float(), batch_size=1)

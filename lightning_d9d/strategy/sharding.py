@@ -38,7 +38,8 @@ from lightning_d9d.strategy.offload import move
 _FIELDS = {Axis.DP_SHARD: "data_parallel_shard", Axis.TP: "tensor_parallel", Axis.EP_SHARD: "expert_parallel"}
 """Axes over which a module's parameters must be sharded, and the degrees that they come from."""
 _REMEDIES = {
-    Axis.DP_SHARD: 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard"))',
+    Axis.DP_SHARD: 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard")), name the class of its '
+    'blocks by ParallelConfig(shard_blocks=["Block"])',
     Axis.TP: 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan), or in parallelize_stage of a '
     "D9DModule by lightning_d9d.parallel.shard_tensors(stage, mesh)",
     Axis.EP_SHARD: "lightning_d9d.parallel.shard_experts(module, self.trainer.strategy.mesh, ParallelConfig())",

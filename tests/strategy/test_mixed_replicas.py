@@ -370,6 +370,8 @@ def test_validation_has_the_mean_and_training_goes_on_from_own_values(rank: Rank
     assert metrics["replicas/distance_to_centre_mean"] > 0
     assert metrics["replicas/distance_to_edge_most"] >= metrics["replicas/distance_to_edge_mean"] > 0
     assert metrics["replicas/edge_wait_seconds_most"] >= 0
+    assert "replicas/norm_mean" not in metrics  # nothing clips
+    assert all(value.isfinite() for name, value in metrics.items() if name.startswith("replicas/"))
 
 
 @pytest.mark.ranks(4)
