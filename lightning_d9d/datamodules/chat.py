@@ -32,8 +32,9 @@ class ChatDataModule(RowsDataModule):
     With packing a row has several samples: they are its documents (`document_ids`), do not see each other, and have
     separate positions. Without packing a row has one sample, and a batch has rows of similar length. Rows are shuffled
     by `seed` and epoch, and each data rank reads its own. An optimizer step has the same rows on any number of data
-    ranks, if it has equally many. Under `D9DStrategy` a resumed run continues with the same batch as an uninterrupted
-    one.
+    ranks, if it has equally many. An epoch leaves out rows that do not fill a batch on every data rank. Validation,
+    test and predict take each held-out row once. Under `D9DStrategy` a resumed run continues with the same batch as an
+    uninterrupted one.
 
     One rank of a machine, or of those that share `cache_folder`, tokenizes the chats when training begins, in several
     processes. The samples are kept in that folder, 5 bytes a token, and all ranks map them into memory. Later runs find

@@ -27,6 +27,9 @@ _Read = TypeVar("_Read")
 class RowsDataModule(L.LightningDataModule):
     """The settings that data modules of rows of tokens share, with checks.
 
+    Validation, test and prediction take each held-out row once, on any number of data ranks. For that, a `D9DModule`
+    under `D9DStrategy` evaluates different numbers of rows on ranks. In training an incomplete last batch is left out.
+
     On a GPU batches come from pinned memory, so that the host does not wait for their copies.
 
     Args:
