@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -33,9 +33,9 @@ class PredictionWriter(BasePredictionWriter):
     in order. With several dataloaders names begin with `loader_0.`, `loader_1.`, ...
 
     Rows are numbered as in the dataset, over any number of data ranks; copies that a sampler adds to fill batches are
-    left out. If the numbers are unknown (an IterableDataset), rows are in the order of batches. Among batches of
-    several ranks with the same number, that of the lowest rank comes first. If ranks share a batch, one of them writes.
-    Any LightningModule works, and so do Lightning's own strategies.
+    left out. If the numbers are unknown (an IterableDataset, or indices that are not integers), rows are in the order
+    of batches. Among batches of several ranks with the same number, that of the lowest rank comes first. If ranks share
+    a batch, one of them writes. Any LightningModule works, and so do Lightning's own strategies.
 
     The directory appears when it is complete. A prediction that fails leaves no files. If the rows of ranks alternate,
     they are written twice, the second time in order. This takes the space of both copies for a while. Call
@@ -82,6 +82,8 @@ class PredictionWriter(BasePredictionWriter):
         """Keep a batch, and write a file when there is enough. Local."""
         rows = None if batch_indices is self._last_indices else batch_indices  # a loader without any leaves the last
         self._last_indices = batch_indices
+        if not all(isinstance(row, SupportsIndex) for row in rows or ()):
+            rows = None  # the sampler yields other indices, which do not number rows
         if prediction is None or not _writes(pl_module):
             return
         assert self._files is not None

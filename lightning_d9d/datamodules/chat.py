@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from lightning_d9d.data.cache import folder_of_cache
 from lightning_d9d.data.chat_cache import TokenizedChats, tokenized_chats
-from lightning_d9d.data.epoch_sampler import EpochSampler
+from lightning_d9d.data.epoch_sampler import EpochOrder, EpochSampler
 from lightning_d9d.data.packing import GroupedOrder, PackedOrder
 from lightning_d9d.data.samples import PackedRows, PaddedRows, Samples
 from lightning_d9d.datamodules.rows import Loader, RowsDataModule
@@ -30,8 +32,9 @@ class ChatDataModule(RowsDataModule):
     With packing a row has several samples: they are its documents (`document_ids`), do not see each other, and have
     separate positions. Without packing a row has one sample, and a batch has rows of similar length. Rows are shuffled
     by `seed` and epoch, and each data rank reads its own. An optimizer step has the same rows on any number of data
-    ranks, if it has equally many. Under `D9DStrategy` a resumed run continues with the same batch as an uninterrupted
-    one.
+    ranks, if it has equally many. An epoch leaves out rows that do not fill a batch on every data rank. Validation,
+    test and predict take each held-out row once. Under `D9DStrategy` a resumed run continues with the same batch as an
+    uninterrupted one.
 
     One rank of a machine, or of those that share `cache_folder`, tokenizes the chats when training begins, in several
     processes. The samples are kept in that folder, 5 bytes a token, and all ranks map them into memory. Later runs find
@@ -132,15 +135,21 @@ class ChatDataModule(RowsDataModule):
 
     def train_dataloader(self) -> Loader:
         """Return this data rank's rows for training; an incomplete last batch is left out."""
-        return self._dataloader(self._required(self.train_samples), trains=True)
+        (dataset, order), (rank, num_ranks) = self._rows(self._required(self.train_samples), "training"), self.data_rank
+        return self._training_loader(dataset, EpochSampler(order, num_ranks, rank, self.seed))
 
     def val_dataloader(self) -> Loader:
         """Return this data rank's held-out rows, in one order."""
-        return self._dataloader(self._required(self.validation_samples), trains=False)
+        dataset, order = self._rows(self._required(self.validation_samples), "held-out")
+        return self._held_out_loader(dataset, order(self.seed, epoch=0))
 
     def predict_dataloader(self) -> Loader:
-        """Return `val_dataloader()`."""
-        return self.val_dataloader()
+        """Return the rows of `val_dataloader()`, but without packing in the order of the held-out samples."""
+        samples = self._required(self.validation_samples)
+        if self.packing:
+            return self.val_dataloader()
+        dataset, _ = self._rows(samples, "held-out")
+        return self._held_out_loader(dataset, [(index,) for index in range(len(samples))])
 
     def _check_vocabulary(self, tokenizer: Any) -> None:
         vocab_size = self._vocab_size
@@ -158,16 +167,14 @@ class ChatDataModule(RowsDataModule):
         rank_zero_info(printable(f"{', '.join(files)}: {chats.report}"))
         return chats
 
-    def _dataloader(self, samples: Samples, trains: bool) -> Loader:
-        rank, num_ranks = self.data_rank
-        if self.packing:
-            order = PackedOrder(samples.lengths, self.sequence_length)
-            dataset = PackedRows(samples, self.sequence_length, self._padding_id)
-            padding = 1 - sum(samples.lengths) / (max(1, len(order)) * self.sequence_length)
-            what = "training" if trains else "held-out"
-            rank_zero_info(f"{what}: {len(samples)} samples in {len(order)} rows, of which {padding:.1%} is padding")
-        else:
+    def _rows(self, samples: Samples, what: str) -> tuple[Dataset[dict[str, Tensor]], EpochOrder]:
+        """Return rows of samples, and their order."""
+        if not self.packing:
             accumulated = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
-            order = GroupedOrder(samples.lengths, self.rows_of_rank * num_ranks * accumulated)
+            group_size = self.rows_of_rank * self.data_rank.num_ranks * accumulated
             dataset = PaddedRows(samples, self.pad_to_multiple_of, self._padding_id)
-        return self._loader(dataset, EpochSampler(order, num_ranks, rank, self.seed, shuffle=trains), trains)
+            return dataset, GroupedOrder(samples.lengths, group_size)
+        order = PackedOrder(samples.lengths, self.sequence_length)
+        padding = 1 - sum(samples.lengths) / (max(1, len(order)) * self.sequence_length)
+        rank_zero_info(f"{what}: {len(samples)} samples in {len(order)} rows, of which {padding:.1%} is padding")
+        return PackedRows(samples, self.sequence_length, self._padding_id), order

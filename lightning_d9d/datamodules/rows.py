@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import lightning as L
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d.data import DataRank
 from lightning_d9d.datamodules.batch_size import rows_of_rank
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.strategy import D9DStrategy
 
 Loader = DataLoader[dict[str, Tensor]]
 _Read = TypeVar("_Read")
@@ -22,6 +26,9 @@ _Read = TypeVar("_Read")
 
 class RowsDataModule(L.LightningDataModule):
     """The settings that data modules of rows of tokens share, with checks.
+
+    Validation, test and prediction take each held-out row once, on any number of data ranks. For that, a `D9DModule`
+    under `D9DStrategy` evaluates different numbers of rows on ranks. In training an incomplete last batch is left out.
 
     On a GPU batches come from pinned memory, so that the host does not wait for their copies.
 
@@ -119,13 +126,45 @@ class RowsDataModule(L.LightningDataModule):
         module = self.trainer and self.trainer.lightning_module
         return getattr(getattr(module, "config", None), "vocab_size", None)
 
-    def _loader(self, dataset: Dataset[dict[str, Tensor]], sampler: DistributedSampler[Any], trains: bool) -> Loader:
-        """Make the loader of this data rank; an incomplete last batch is left out in training.
+    def _held_out_loader(self, dataset: Dataset[dict[str, Tensor]], rows: Sequence[Any]) -> Loader:
+        """Make the loader of this data rank's held-out rows; over all ranks each row counts once.
+
+        So ranks may have different numbers of rows. Where the model does not support that, rows are left out with a
+        warning.
+
+        Args:
+            dataset: The rows.
+            rows: The indices that the dataset is asked for, in order. Predictions are numbered by their places in it.
+        """
+        rank, num_ranks = self.data_rank
+        self._check_enough(len(rows), num_ranks, trains=False)
+        numbered, num_left_out = Subset(dataset, rows), len(rows) % num_ranks
+        if num_left_out == 0 or self._ranks_may_differ:
+            return self._loader(numbered, UnrepeatedDistributedSampler(numbered, num_ranks, rank, False), trains=False)
+        rank_zero_warn(
+            f"{num_left_out} of {len(rows)} held-out rows of {type(self).__name__} are left out, because {num_ranks} "
+            "data ranks need equally many; evaluate with a D9DModule under D9DStrategy, or on one data rank"
+        )
+        return self._loader(
+            numbered, DistributedSampler(numbered, num_ranks, rank, False, drop_last=True), trains=False
+        )
+
+    @property
+    def _ranks_may_differ(self) -> bool:
+        """True if data ranks may evaluate different numbers of batches."""
+        strategy = self.trainer and self.trainer.strategy
+        if not isinstance(strategy, D9DStrategy):
+            return False  # forwards may be collective, as with FSDP
+        is_aligned = isinstance(self.trainer and self.trainer.lightning_module, D9DModule)
+        return is_aligned or not strategy.ranks.needs_equal_batches
+
+    def _check_enough(self, num_rows: int, num_ranks: int, trains: bool) -> None:
+        """Check the number of rows.
 
         Raises:
             ConfigError: There are too few rows: for one batch on every data rank or, in evaluation, for one row.
         """
-        num_rows, rows, num_ranks = len(sampler.dataset), self.rows_of_rank, sampler.num_replicas  # type: ignore[arg-type]
+        rows = self.rows_of_rank
         num_needed = num_ranks * (rows if trains else 1)
         if num_rows < num_needed:
             raise ConfigError(
@@ -133,10 +172,17 @@ class RowsDataModule(L.LightningDataModule):
                 f"sequence_length={self.sequence_length}, but {num_needed} are needed (batch_size={rows}, {num_ranks} "
                 "data ranks). Give more data, lower sequence_length or the batch size, or change the validation data"
             )
+
+    def _training_loader(self, dataset: Dataset[dict[str, Tensor]], sampler: DistributedSampler[Any]) -> Loader:
+        """Make the loader of this data rank's training rows; an incomplete last batch is left out."""
+        self._check_enough(len(sampler.dataset), sampler.num_replicas, trains=True)  # type: ignore[arg-type]
+        return self._loader(dataset, sampler, trains=True)
+
+    def _loader(self, dataset: Dataset[dict[str, Tensor]], sampler: DistributedSampler[Any], trains: bool) -> Loader:
         is_on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
             dataset,
-            batch_size=rows,  # by its name, as Lightning makes a loader of predictions from this one
+            batch_size=self.rows_of_rank,  # by its name, as Lightning makes a loader of predictions from this one
             sampler=sampler,
             drop_last=trains,
             num_workers=self.num_workers,

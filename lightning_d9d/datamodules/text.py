@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d.datamodules.rows import Loader, RowsDataModule
@@ -117,23 +117,21 @@ class ByteTextDataModule(RowsDataModule):
 
     def train_dataloader(self) -> Loader:
         """Return this data rank's training windows; an incomplete last batch is left out."""
-        return self._dataloader(ByteWindows(self._required(self.train_tokens), self.sequence_length), shuffle=True)
+        windows = ByteWindows(self._required(self.train_tokens), self.sequence_length)
+        rank, num_ranks = self.data_rank
+        sampler = DistributedSampler(windows, num_ranks, rank, seed=self.seed, drop_last=True)
+        return self._training_loader(windows, sampler)
 
     def val_dataloader(self) -> Loader:
         """Return this data rank's held-out windows in one mixed order, so `limit_val_batches` takes a fair sample."""
         windows = ByteWindows(self._required(self.validation_tokens), self.sequence_length)
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
-        return self._dataloader(Subset(windows, order.tolist()), shuffle=False)
+        return self._held_out_loader(windows, order.tolist())
 
     def predict_dataloader(self) -> Loader:
         """Return this data rank's held-out windows without labels, in the order of the text."""
-        tokens = self._required(self.validation_tokens)
-        return self._dataloader(ByteWindows(tokens, self.sequence_length, labels=False), shuffle=False)
-
-    def _dataloader(self, windows: ByteWindows | Subset[dict[str, Tensor]], shuffle: bool) -> Loader:
-        rank, num_ranks = self.data_rank
-        sampler = DistributedSampler(windows, num_ranks, rank, shuffle, self.seed, drop_last=True)
-        return self._loader(windows, sampler, trains=shuffle)
+        windows = ByteWindows(self._required(self.validation_tokens), self.sequence_length, labels=False)
+        return self._held_out_loader(windows, range(len(windows)))
 
 
 def source_directory(directory: str | None) -> Path:

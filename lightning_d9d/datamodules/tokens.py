@@ -11,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from lightning_d9d.data.epoch_sampler import EpochSampler
@@ -189,17 +188,14 @@ class TokenDataModule(RowsDataModule):
 
     def train_dataloader(self) -> Loader:
         """Return this data rank's training rows; an incomplete last batch is left out."""
-        return self._dataloader(self._required(self._training), trains=True)
+        rows, (rank, num_ranks) = self._required(self._training), self.data_rank
+        return self._training_loader(rows, EpochSampler(PermutedOrder(len(rows)), num_ranks, rank, self.seed))
 
     def val_dataloader(self) -> Loader:
         """Return this data rank's held-out rows in one mixed order, so `limit_val_batches` takes a fair sample."""
         self._required(self._training)
-        return self._dataloader(ConcatDataset(self._held_out), trains=False)
-
-    def _dataloader(self, rows: Mixture | ConcatDataset[dict[str, Tensor]], trains: bool) -> Loader:
-        rank, num_ranks = self.data_rank
-        sampler = EpochSampler(PermutedOrder(len(rows)), num_ranks, rank, self.seed, shuffle=trains)
-        return self._loader(rows, sampler, trains)
+        rows = ConcatDataset(self._held_out)
+        return self._held_out_loader(rows, PermutedOrder(len(rows))(self.seed, epoch=0))
 
     def _found(self, paths: Sequence[str], setting: str) -> list[Path]:
         """Return the files that paths and patterns name, sorted by name."""

@@ -92,6 +92,13 @@ def test_a_shuffled_dataset_is_written_in_its_own_order(tmp_path: Path) -> None:
     }
 
 
+def test_indices_that_are_not_integers_give_the_order_of_batches(tmp_path: Path) -> None:
+    rows = {(7, "b"): 7, (2, "a"): 2, (9, "c"): 9}
+    loader = DataLoader(rows, batch_size=2, sampler=list(rows))  # type: ignore[arg-type]
+    predict(Echo(), loader, PredictionWriter(tmp_path / "out"))
+    assert read(tmp_path / "out").tolist() == [70, 20, 90]
+
+
 @pytest.mark.parametrize("order", [range(6), [5, 0, 3, 1, 2, 4]])
 def test_a_url(order: Any) -> None:
     url = f"memory://test_predictions/{len(set(order[:1]) & {5})}"
