@@ -5,6 +5,11 @@ and copies of a block compute with their own weights. Hooks run around the compi
 Blocks of one class and structure share one compilation. A block is recomputed ([Note: what is recomputed] in
 `recompute`) around the compiled call.
 
+[Note: shared compilations] Adapters and tensor parallelism give layers in a block a `forward` that is a `partial` of
+the layer. Torch would compile for each such object, because it checks the object's identity. The check is left out
+here: torch also checks the function and the arguments of a `partial`, on which the result depends. Blocks that differ,
+such as in the ranks of adapters, have a compilation each. So torch's limit of compilations is raised by their number.
+
 [Note: compiled weight gradients] In split backwards a compiled block has no weight phase. Its backward is one compiled
 function, which computes all gradients in the input phase. Modules that are not compiled, such as embedding and head,
 are split as usual.
@@ -12,8 +17,8 @@ are split as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +31,10 @@ from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
 from lightning_d9d.parallel.recompute import keep_activations
+
+_IDENTITY = ("CLOSURE_MATCH", "ID_MATCH")
+_SPARE_COMPILATIONS = 8
+"""Torch's own limit for a class of blocks, here for the shapes and modes of blocks beside their structures."""
 
 
 def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable[nn.Module] | None = None) -> None:
@@ -66,6 +75,8 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
     blocks = list(blocks_of(module, parallel.shard_blocks) if blocks is None else blocks)
     check_blocks(module, blocks, "ParallelConfig.compile=True")
     replace_forwards(blocks, _forward, "ParallelConfig.compile=True")
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _SPARE_COMPILATIONS + len(blocks))
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -74,4 +85,9 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(forward)
+    return torch.compile(forward, options={"guard_filter_fn": _checked})
+
+
+def _checked(guards: Sequence[Any]) -> list[bool]:
+    """Return which guards are checked before a compiled block runs: all but the identity of a `partial`."""
+    return [guard.guard_type not in _IDENTITY or not isinstance(guard.value, partial) for guard in guards]

@@ -25,7 +25,7 @@ from lightning_d9d.modules import SwiGLU
 from lightning_d9d.ops import WeightGradients, defer, grouped_gemm, using_grouped_gemm
 from lightning_d9d.ops.backend import runs_triton, using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
-from lightning_d9d.parallel import compile_blocks, compiling
+from lightning_d9d.parallel import compile_blocks, compiling, recompute_activations
 from lightning_d9d.schedule import LayerCosts, Machine, ModelCosts
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -87,6 +87,41 @@ def test_layers_share_a_compilation_and_shapes_are_compiled_twice() -> None:
         for length in (6, 5, 4, 3):
             model(torch.randn(2, length, 8, requires_grad=True)).sum().backward()
         assert counters["stats"]["unique_graphs"] == 2  # of one shape, then of any
+
+
+class Numbered(nn.Module):
+    """A block with code of its own, because the compiler takes the number as a constant."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.weight / self.number).tanh()
+
+
+class Summed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_many_different_blocks(recompute: str, limit: int | None) -> None:
+    """Each is compiled. Past a limit of the compiler, a block runs uncompiled, in its recomputation, too."""
+    torch.manual_seed(0)
+    blocks = [Numbered(number) for number in range(2, 12)]
+    model, inputs = Summed(*blocks), {"x": torch.randn(3, 8, dtype=torch.float64)}
+    expected = train(model, inputs)
+    model.zero_grad()
+    parallel = ParallelConfig(compile=True, recompute=recompute)
+    compile_blocks(model, parallel, blocks)
+    recompute_activations(model, parallel, blocks)
+    changed = {} if limit is None else {"recompile_limit": limit}
+    with compiler(whole=limit is None), torch._dynamo.config.patch(changed):
+        assert_same(train(model, inputs), expected)
+        assert counters["stats"]["unique_graphs"] == (limit or len(blocks))
 
 
 def test_split_backwards_have_no_weight_phase() -> None:
