@@ -42,8 +42,9 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
 
     Losses and gradients equal those of the uncompiled module, except for rounding. The first call of each class of
     blocks, mode (training or not) and structure waits for the compiler. A second shape compiles the block once more,
-    for varying sizes where nothing in the block fixes them. After eight compilations of a class torch runs further
-    shapes uncompiled.
+    for varying sizes where nothing in the block fixes them. `torch._dynamo.config.recompile_limit` is raised to the
+    number of blocks plus eight, if it is lower. After so many compilations of a class torch runs further shapes
+    uncompiled.
 
     Args:
         module: Any module.
