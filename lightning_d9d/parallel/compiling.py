@@ -7,8 +7,7 @@ Blocks of one class and structure share one compilation. A block is recomputed (
 
 [Note: shared compilations] Adapters and tensor parallelism give layers in a block a `forward` that is a `partial` of
 the layer. Torch would compile for each such object, because it checks the object's identity. The check is left out
-here: torch also checks the function and the arguments of a `partial`, on which the result depends. Blocks that differ,
-such as in the ranks of adapters, have a compilation each. So torch's limit of compilations is raised by their number.
+here: torch also checks the function and the arguments of a `partial`, on which the result depends.
 
 [Note: compiled weight gradients] In split backwards a compiled block has no weight phase. Its backward is one compiled
 function, which computes all gradients in the input phase. Modules that are not compiled, such as embedding and head,
@@ -33,8 +32,6 @@ from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
 from lightning_d9d.parallel.recompute import keep_activations
 
 _IDENTITY = ("CLOSURE_MATCH", "ID_MATCH")
-_SPARE_COMPILATIONS = 8
-"""Torch's own limit for a class of blocks, here for the shapes and modes of blocks beside their structures."""
 
 
 def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable[nn.Module] | None = None) -> None:
@@ -42,9 +39,8 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
 
     Losses and gradients equal those of the uncompiled module, except for rounding. The first call of each class of
     blocks, mode (training or not) and structure waits for the compiler. A second shape compiles the block once more,
-    for varying sizes where nothing in the block fixes them. `torch._dynamo.config.recompile_limit` is raised to the
-    number of blocks plus eight, if it is lower. After so many compilations of a class torch runs further shapes
-    uncompiled.
+    for varying sizes where nothing in the block fixes them. After eight compilations of a class
+    (`torch._dynamo.config.recompile_limit`) torch warns, and runs further shapes and structures uncompiled.
 
     Args:
         module: Any module.
@@ -76,8 +72,6 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
     blocks = list(blocks_of(module, parallel.shard_blocks) if blocks is None else blocks)
     check_blocks(module, blocks, "ParallelConfig.compile=True")
     replace_forwards(blocks, _forward, "ParallelConfig.compile=True")
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _SPARE_COMPILATIONS + len(blocks))
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
