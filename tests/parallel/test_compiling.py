@@ -123,6 +123,33 @@ def test_many_different_blocks(recompute: str, limit: int) -> None:
         assert counters["stats"]["unique_graphs"] == limit
 
 
+def _scaled(layer: nn.Linear, x: Tensor, *, factor: float) -> Tensor:
+    return factor * nn.Linear.forward(layer, x)
+
+
+def _negative(layer: nn.Linear, x: Tensor, *, factor: float) -> Tensor:
+    return -_scaled(layer, x, factor=factor)
+
+
+def test_a_layer_whose_forward_is_replaced_is_compiled_again() -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8)
+    model = nn.Sequential(nn.Sequential(layer))
+    compile_blocks(model, COMPILED, list(model))
+    plain = layer(x)
+    other = nn.Linear(8, 8)
+    with compiler():
+        for forward, expected in (
+            (partial(_scaled, layer, factor=2.0), 2 * plain),
+            (partial(_scaled, layer, factor=3.0), 3 * plain),
+            (partial(_negative, layer, factor=3.0), -3 * plain),
+            (partial(_negative, other, factor=3.0), -3 * other(x)),
+        ):
+            layer.forward = forward  # type: ignore[method-assign]
+            assert_tensors_close({"y": model(x)}, {"y": expected})
+        del layer.forward
+        assert_tensors_close({"y": model(x)}, {"y": plain})
+
+
 def test_split_backwards_have_no_weight_phase() -> None:
     """Only the parameters outside of blocks wait for the weight backward."""
     model, inputs = make_qwen3(torch.float32)
