@@ -5,6 +5,10 @@ and copies of a block compute with their own weights. Hooks run around the compi
 Blocks of one class and structure share one compilation. A block is recomputed ([Note: what is recomputed] in
 `recompute`) around the compiled call.
 
+[Note: shared compilations] Adapters and tensor parallelism give layers in a block a `forward` that is a `partial` of
+the layer. Torch would compile for each such object, because it checks the object's identity. The check is left out
+here: torch also checks the function and the arguments of a `partial`, on which the result depends.
+
 [Note: compiled weight gradients] In split backwards a compiled block has no weight phase. Its backward is one compiled
 function, which computes all gradients in the input phase. Modules that are not compiled, such as embedding and head,
 are split as usual.
@@ -12,8 +16,8 @@ are split as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,14 +31,16 @@ from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
 from lightning_d9d.parallel.recompute import keep_activations
 
+_IDENTITY = ("CLOSURE_MATCH", "ID_MATCH")
+
 
 def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable[nn.Module] | None = None) -> None:
     """Compile the blocks of a module with `torch.compile` when they are first called, in place. Local.
 
     Losses and gradients equal those of the uncompiled module, except for rounding. The first call of each class of
     blocks, mode (training or not) and structure waits for the compiler. A second shape compiles the block once more,
-    for varying sizes where nothing in the block fixes them. After eight compilations of a class torch runs further
-    shapes uncompiled.
+    for varying sizes where nothing in the block fixes them. After eight compilations of a class
+    (`torch._dynamo.config.recompile_limit`) torch warns, and runs further shapes and structures uncompiled.
 
     Args:
         module: Any module.
@@ -74,4 +80,9 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(forward)
+    return torch.compile(forward, options={"guard_filter_fn": _checked})
+
+
+def _checked(guards: Sequence[Any]) -> list[bool]:
+    """Return which guards are checked before a compiled block runs: all but the identity of a `partial`."""
+    return [guard.guard_type not in _IDENTITY or not isinstance(guard.value, partial) for guard in guards]

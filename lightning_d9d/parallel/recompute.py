@@ -6,6 +6,8 @@ has saved. An attribute `forward` of the module implements this, so parameters k
 run once. So FSDP2 gathers a recomputed block for its recomputation and keeps it for its backward. It treats units
 inside a block, such as experts, in the same way.
 
+*The default dtype* of the forward is set again. A precision such as "bf16-true" sets it only around the forward.
+
 *Random numbers* of the forward repeat. The generators' states are always saved, because it is unknown beforehand
 whether a module draws. This is a small part of a block's time on the host.
 
@@ -146,16 +148,27 @@ def _forward(module: nn.Module, replaced: Any, kind: str, *args: Any, **kwargs: 
     forward = partial(type(module).forward, module) if replaced is None else replaced
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    num_positional, names = len(args), tuple(kwargs)
+    num_positional, names, dtype = len(args), tuple(kwargs), torch.get_default_dtype()
 
     def run(*values: Any) -> Any:
-        return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
+        with nullcontext() if torch.get_default_dtype() == dtype else _default_dtype(dtype):
+            return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
 
     # All by position: torch saves no tensors of keywords, and does not see whether they are on a GPU that draws.
     values = (*args, *kwargs.values())
     contexts = _contexts if kind == "selective" else noop_context_fn
     with inputs_on_host(values) if kind == "offload" else nullcontext():
         return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class _Result(NamedTuple):

@@ -25,7 +25,7 @@ from lightning_d9d.modules import SwiGLU
 from lightning_d9d.ops import WeightGradients, defer, grouped_gemm, using_grouped_gemm
 from lightning_d9d.ops.backend import runs_triton, using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
-from lightning_d9d.parallel import compile_blocks, compiling
+from lightning_d9d.parallel import compile_blocks, compiling, recompute_activations
 from lightning_d9d.schedule import LayerCosts, Machine, ModelCosts
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -87,6 +87,67 @@ def test_layers_share_a_compilation_and_shapes_are_compiled_twice() -> None:
         for length in (6, 5, 4, 3):
             model(torch.randn(2, length, 8, requires_grad=True)).sum().backward()
         assert counters["stats"]["unique_graphs"] == 2  # of one shape, then of any
+
+
+class Numbered(nn.Module):
+    """A block with code of its own, because the compiler takes the number as a constant."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.weight / self.number).tanh()
+
+
+class Summed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("limit", [10, 2])
+def test_many_different_blocks(recompute: str, limit: int) -> None:
+    """Past the compiler's limit a block runs uncompiled, in its recomputation, too."""
+    torch.manual_seed(0)
+    blocks = [Numbered(number) for number in range(2, 12)]
+    model, inputs = Summed(*blocks), {"x": torch.randn(3, 8, dtype=torch.float64)}
+    expected = train(model, inputs)
+    model.zero_grad()
+    parallel = ParallelConfig(compile=True, recompute=recompute)
+    compile_blocks(model, parallel, blocks)
+    recompute_activations(model, parallel, blocks)
+    with compiler(whole=limit == len(blocks)), torch._dynamo.config.patch(recompile_limit=limit):
+        assert_same(train(model, inputs), expected)
+        assert counters["stats"]["unique_graphs"] == limit
+
+
+def _scaled(layer: nn.Linear, x: Tensor, *, factor: float) -> Tensor:
+    return factor * nn.Linear.forward(layer, x)
+
+
+def _negative(layer: nn.Linear, x: Tensor, *, factor: float) -> Tensor:
+    return -_scaled(layer, x, factor=factor)
+
+
+def test_a_layer_whose_forward_is_replaced_is_compiled_again() -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8)
+    model = nn.Sequential(nn.Sequential(layer))
+    compile_blocks(model, COMPILED, list(model))
+    plain = layer(x)
+    other = nn.Linear(8, 8)
+    with compiler():
+        for forward, expected in (
+            (partial(_scaled, layer, factor=2.0), 2 * plain),
+            (partial(_scaled, layer, factor=3.0), 3 * plain),
+            (partial(_negative, layer, factor=3.0), -3 * plain),
+            (partial(_negative, other, factor=3.0), -3 * other(x)),
+        ):
+            layer.forward = forward  # type: ignore[method-assign]
+            assert_tensors_close({"y": model(x)}, {"y": expected})
+        del layer.forward
+        assert_tensors_close({"y": model(x)}, {"y": plain})
 
 
 def test_split_backwards_have_no_weight_phase() -> None:

@@ -408,6 +408,34 @@ def test_nothing_to_recompute() -> None:
     assert not recomputed(without_blocks)
 
 
+class OfDefaultDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight * torch.arange(4.0)).tanh()
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_the_default_dtype_of_the_forward_is_repeated(kind: str) -> None:
+    """A precision of half the bits sets it around the forward."""
+    results = []
+    for each in ("none", kind):
+        torch.manual_seed(0)
+        model = OfDefaultDtype().bfloat16()
+        recompute_activations(model, of_kind(each), [model])
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            y = model(torch.randn(3, 4, requires_grad=True))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        y.sum().backward()
+        results.append({"y": y.detach(), "weight": model.weight.grad})
+        assert torch.get_default_dtype() == torch.float32
+    assert_same(results[1], results[0])
+
+
 class Fickle(nn.Module):
     def __init__(self) -> None:
         super().__init__()

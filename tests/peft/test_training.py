@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.peft import FullTune, LoRA, Stack, inject, merge, trainable_parameters
 from tests.cli.test_cli import TINY, build
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
@@ -21,7 +22,8 @@ from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
 from tests.meshes.cases import LAYERS, MATRICES
 from tests.meshes.equality import CONFIG, on_mesh, whole
-from tests.parallel.test_compiling import compiler
+from tests.parallel.test_compiling import assert_same, compiler
+from tests.parallel.test_recompute import make_qwen3, train
 from tests.strategy.pipelined import Pipelined, token_rows
 from tests.strategy.plain import Plain, loader, trainer
 
@@ -187,6 +189,23 @@ def test_compiled_blocks_train_adapters() -> None:
             assert (counters["stats"]["unique_graphs"] >= 1) == parallel.compile
         gradients.append({name: p.detach() for name, p in module.state_dict().items()})
     assert_tensors_close(gradients[1], gradients[0], tolerance=Tolerance(relative=1e-9))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_with_adapters_share_compilations(recompute: str) -> None:
+    """There are more layers than torch's limit of compilations."""
+    results = []
+    with compiler():
+        for parallel in (ParallelConfig(), ParallelConfig(compile=True, recompute=recompute)):
+            model, inputs = make_qwen3(num_hidden_layers=10)
+            inject(model, LoRA(rank=2))
+            with torch.no_grad():
+                for parameter in trainable_parameters(model).values():
+                    parameter.normal_(std=0.1)
+            parallelize_qwen3_moe(model, None, parallel)
+            results.append(train(model, inputs))
+        assert counters["stats"]["unique_graphs"] == 2  # the first layer's input needs no gradient
+    assert_same(results[1], results[0])
 
 
 def test_the_method_is_a_setting_of_a_file(tmp_path: Path) -> None:
