@@ -53,7 +53,7 @@ from lightning_d9d.state.places import (
     refuse_overlap,
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, is_checkpoint, mapped, read_checkpoint
-from lightning_d9d.strategy.trained_only import BASE, check_base_given
+from lightning_d9d.strategy.trained_only import BASE, check_base, check_base_given
 
 _SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -211,10 +211,12 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
     _refuse_fused(config, chosen.fused_experts)
     parameters = parameter_specs(config)
     check_base_given(values.get(BASE), chosen.base, source)
-    trained = weights
     if chosen.base is not None:
-        reader, _, _, to_parameters = _opened(chosen.base)
-        weights = {**_weights_of(reader, to_parameters, options), **trained}
+        check_base(values[BASE], argparse.Namespace(pretrained=chosen.base), None, source)
+        reader, _, theirs, to_parameters = _opened(chosen.base)
+        if parameter_specs(theirs) != parameters:
+            raise StateError(f"{chosen.base} has other weights than those that {source} adapts; give another base")
+        weights = {**_weights_of(reader, to_parameters, options), **weights}
     missing = [name for name in parameters if name not in weights]
     if missing and BASE in values:
         raise StateError(
@@ -226,10 +228,9 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
     for name, spec in parameters.items():
         shape, stored_dtype = tuple(weights[name].shape), weights[name].dtype
         if shape != spec.shape or stored_dtype not in DTYPE_NAMES:
-            where, what = (source, "checkpoint") if name in trained else (chosen.base, "base")
             raise StateError(
-                f"{where}: {name} is {stored_dtype} of shape {shape}, but the configuration of {source} needs a weight "
-                f"of shape {spec.shape}; give another {what}"
+                f"{source}: {name} is {stored_dtype} of shape {shape}, but its own configuration needs a weight of "
+                f"shape {spec.shape}; give another checkpoint"
             )
     used = {name: weights[name] for name in parameters}  # without what Hugging Face's Qwen3-MoE does not know
     specs = {name: Spec(tuple(weight.shape), weight.dtype) for name, weight in used.items()}

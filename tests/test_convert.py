@@ -347,7 +347,7 @@ def test_weights_that_are_not_those_of_the_configuration(
     content = torch.load(trained.with_name("direct.ckpt"), weights_only=True)
     torch.save({**content, "state_dict": {**content["state_dict"], EMBEDDING: weight}}, tmp_path / "odd.ckpt")
     message = refused(monkeypatch, capsys, tmp_path / "odd.ckpt", tmp_path / "new")
-    assert f"odd.ckpt: {EMBEDDING} is {weight.dtype} of shape {tuple(weight.shape)}, but the config" in message
+    assert f"odd.ckpt: {EMBEDDING} is {weight.dtype} of shape {tuple(weight.shape)}, but its own config" in message
 
 
 def test_weights_without_a_tensor(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,11 +116,11 @@ def test_a_checkpoint_without_frozen_weights_is_merged_with_its_base(tmp_path, m
     assert f"base={str(base)!r} has no effect: {tmp_path / 'merged'} has all weights; leave it out" in message
     with pytest.raises(ConfigError, match=r"has no effect: .* has all weights"):
         load_model(base, base=base)
-    other = Qwen3MoeForCausalLM(replace(make_model().config, moe_intermediate_size=16))
-    save_huggingface(other, tmp_path / "other")
-    message = refused(monkeypatch, capsys, saved, tmp_path / "new", "--base", tmp_path / "other")
-    assert f"{tmp_path / 'other'}: model.layers.0.mlp.experts." in message
-    assert "give another base" in message
+    for name, values in {"wide": {"moe_intermediate_size": 16}, "tied": {"tie_word_embeddings": True}}.items():
+        save_huggingface(Qwen3MoeForCausalLM(replace(module.config, **values)), tmp_path / name)
+        with pytest.warns(UserWarning, match=rf"beside '{base}': '{tmp_path / name}' must have the same weights"):
+            message = refused(monkeypatch, capsys, saved, tmp_path / "new", "--base", tmp_path / name)
+        assert f"{tmp_path / name} has other weights than those that {saved} adapts; give another base" in message
 
 
 @contextmanager
