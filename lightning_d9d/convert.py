@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_d9d.checkpoint import MODEL, Checkpoint, StoredTensor, is_directory, open_directory, whole_checkpoint
 from lightning_d9d.errors import ConfigError, StateError, printable
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from lightning_d9d.models.qwen3_moe.config import read_description
+from lightning_d9d.models.qwen3_moe.config import read_description, refuse_checkpoint
 from lightning_d9d.models.qwen3_moe.huggingface import (
     GENERATION_CONFIG,
     check_tensor_names,
@@ -42,7 +42,7 @@ from lightning_d9d.peft.inject import apply_plan
 from lightning_d9d.peft.merged import ViewedWeight, merged_weights
 from lightning_d9d.peft.saved import SavedAdapter
 from lightning_d9d.peft.sites import Site
-from lightning_d9d.state import DTYPE_NAMES, Checks, SafetensorsReader, Sequential, Spec, save_tensors
+from lightning_d9d.state import DTYPE_NAMES, Checks, Mapper, SafetensorsReader, Sequential, Spec, save_tensors
 from lightning_d9d.state.boxes import Index, Readable
 from lightning_d9d.state.format import reading
 from lightning_d9d.state.places import (
@@ -53,7 +53,7 @@ from lightning_d9d.state.places import (
     refuse_overlap,
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, is_checkpoint, mapped, read_checkpoint
-from lightning_d9d.strategy.trained_only import BASE
+from lightning_d9d.strategy.trained_only import BASE, check_base, check_base_given
 
 _SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -78,7 +78,7 @@ def main(chosen: argparse.Namespace) -> None:
         is_there = os.path.lexists(str(file)) if file else is_occupied(target)
     _refuse_without_effect(chosen, is_file=file is not None)
     refuse_overlap(source, target)
-    for other in filter(None, (chosen.tokenizer, chosen.adapter)):
+    for other in filter(None, (chosen.tokenizer, chosen.adapter, chosen.base)):
         with reading(other):
             refuse_overlap(place_of(other), target)
     if is_there and not chosen.overwrite:
@@ -101,18 +101,23 @@ def main(chosen: argparse.Namespace) -> None:
 
 
 def _refuse_without_effect(chosen: argparse.Namespace, *, is_file: bool) -> None:
-    names = ("max_shard_size", "fused_experts", "tokenizer", "adapter", "no_verify") if is_file else ("weights_only",)
+    names = (
+        ("max_shard_size", "fused_experts", "tokenizer", "adapter", "base", "no_verify")
+        if is_file
+        else ("weights_only",)
+    )
     if given := [f"--{name.replace('_', '-')}" for name in names if getattr(chosen, name)]:
         form = "one .ckpt file" if is_file else "Hugging Face's form, which has nothing but weights"
         raise ConfigError(f"{given[0]} has no effect: {chosen.target} is {form}; leave {given[0]} out")
 
 
-def _from_huggingface(source: str, chosen: argparse.Namespace, options: Mapping[str, Any]) -> None:
+def _opened(source: str) -> tuple[SafetensorsReader, dict[str, Any], Qwen3MoeConfig, Mapper]:
+    """Return the reader of a Hugging Face directory, its `config.json` in two forms, and the way to parameters."""
+    refuse_checkpoint(source)
     reader = SafetensorsReader(source)
     described = read_description(reader.path / "config.json")
     config = Qwen3MoeConfig.from_dict(described, source=source)
     are_fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in reader)
-    _refuse_fused(config, chosen.fused_experts)
     specs = parameter_specs(config)
     stored = huggingface_mapper(config, are_fused)
     repeated = repeated_head(reader, config)
@@ -123,15 +128,28 @@ def _from_huggingface(source: str, chosen: argparse.Namespace, options: Mapping[
         views = to_parameters.plan(reader.specs).values()
         check_tied(reader, [box for view in views for box in view.boxes])
         reader.leave_out(repeated)
+    return reader, described, config, to_parameters
+
+
+def _weights_of(
+    reader: SafetensorsReader, to_parameters: Mapper, options: Mapping[str, Any]
+) -> dict[str, ViewedWeight]:
+    """Return the parameters of a Hugging Face directory, which are read when they are needed."""
+    reader.verify(sorted(reader), Checks(options["verify"]), options["progress"])
+    return {name: ViewedWeight(view, reader) for name, view in to_parameters.plan(reader.specs).items()}
+
+
+def _from_huggingface(source: str, chosen: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    check_base_given(None, chosen.base, source)
+    reader, described, config, to_parameters = _opened(source)
+    _refuse_fused(config, chosen.fused_experts)
     to_files = huggingface_mapper(config, chosen.fused_experts)
     files = files_beside_weights(reader.path) | _tokenizer_files(chosen)
     files["config.json"] = _described(described, reader.specs, options["dtype"])
     if chosen.adapter is None:
         save_tensors(reader, chosen.target, Sequential([to_parameters, to_files]), files=files, **options)
         return
-    reader.verify(sorted(reader), Checks(options["verify"]), options["progress"])
-    views = to_parameters.plan(reader.specs)
-    weights = {name: ViewedWeight(view, reader) for name, view in views.items()}
+    weights = _weights_of(reader, to_parameters, options)
     save_tensors(_with_adapter(weights, config, chosen.adapter), chosen.target, to_files, files=files, **options)
 
 
@@ -175,7 +193,8 @@ def _on_meta(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
 
 
 def _tokenizer_files(chosen: argparse.Namespace) -> dict[str, bytes]:
-    return {} if chosen.tokenizer is None else files_beside_weights(chosen.tokenizer)
+    source = chosen.tokenizer or chosen.base
+    return {} if source is None else files_beside_weights(source)
 
 
 def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[str, Any]) -> None:
@@ -191,11 +210,18 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
         raise StateError(f"{source}: {ARGUMENTS_KEY} has no config; give another checkpoint")
     _refuse_fused(config, chosen.fused_experts)
     parameters = parameter_specs(config)
+    check_base_given(values.get(BASE), chosen.base, source)
+    if chosen.base is not None:
+        check_base(values[BASE], argparse.Namespace(pretrained=chosen.base), None, source)
+        reader, _, theirs, to_parameters = _opened(chosen.base)
+        if parameter_specs(theirs) != parameters:
+            raise StateError(f"{chosen.base} has other weights than those that {source} adapts; give another base")
+        weights = {**_weights_of(reader, to_parameters, options), **weights}
     missing = [name for name in parameters if name not in weights]
     if missing and BASE in values:
         raise StateError(
-            f"{source} lacks {missing[0]}: it has only trained parameters (CheckpointConfig.trainable_only). Write the "
-            "weights from the run, with the callback HuggingFaceExport, or its adapters with save_adapter"
+            f"{source} lacks {missing[0]}: it has only trained parameters (CheckpointConfig.trainable_only), on "
+            "initial weights. Write the weights from the run, with the callback HuggingFaceExport"
         )
     if missing:
         raise StateError(f"{source} lacks {missing[0]}, which its own configuration needs; give another checkpoint")

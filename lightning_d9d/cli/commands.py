@@ -81,6 +81,7 @@ def convert_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-shard-size", help="at which a new file begins, e.g. 500MB or 2GiB (5GB)")
     parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
     parser.add_argument("--adapter", help="directory of peft's form, with adapters that are merged into the weights")
+    _add_base(parser)
     parser.add_argument("--tokenizer", help="directory whose tokenizer and generation config are copied")
     parser.add_argument("--weights-only", action="store_true", help="into a .ckpt file, no optimizers and schedulers")
     parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
@@ -186,12 +187,17 @@ def evaluate_parser() -> argparse.ArgumentParser:
 def _model_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(name, description)
     parser.add_argument("source", help="Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3")
+    _add_base(parser)
     parser.add_argument(
         "--tokenizer", help="directory or name of one, or 'bytes'; by default what lies beside the model"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
     parser.add_argument("--device", help="of the model; by default the first GPU, if there is one")
     return parser
+
+
+def _add_base(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", help="Hugging Face directory with the weights that a trainable_only checkpoint lacks")
 
 
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
@@ -235,7 +241,7 @@ def check_paths(name: str, parsed: argparse.Namespace) -> None:
         MistakeError: One of them does not exist.
     """
     kinds = {action.dest: action.help for action in PARSERS[name]()._actions}
-    kinds_read = ("source", "text", "adapter", "directory")
+    kinds_read = ("source", "base", "text", "adapter", "directory")
     read = [(kind, path) for kind in kinds_read for path in _listed(getattr(parsed, kind, None) or [])]
     for kind, path in read:
         if "://" not in path and not Path(path).exists():

@@ -18,6 +18,8 @@ from lightning_d9d.errors import did_you_mean
 CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
 """Words that Lightning accepts as `ckpt_path`, besides paths and the names of its registry."""
 
+_STRATEGY: str = "trainer.strategy"
+
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -33,6 +35,29 @@ def config_files(arguments: Sequence[str]) -> list[str]:
     """Return the files of `--config` and `-c`, without URLs and configurations written in the argument itself."""
     values = [value for name, value in options(arguments) if name == "config"]
     return [value for value in values if value not in ("", "-") and "://" not in value and not _is_inline(value)]
+
+
+def with_class_of_d9d(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, with the class of `strategy: d9d` before the first option that sets something in it.
+
+    Raises:
+        MistakeError: A file of `--config` cannot be read.
+    """
+    strategy = ""
+    for index, argument in enumerate(arguments):
+        if argument != "-c" and not argument.startswith("--"):
+            continue
+        name, value = next(options(arguments[index : index + 2]))
+        if name == "config" and config_files([f"--config={value}"]):
+            for node, _ in _below(_compose(value), _STRATEGY.split(".")):
+                strategy = node.value
+        elif name == _STRATEGY:
+            strategy = value
+        elif name in (f"{_STRATEGY}.class_path", f"{_STRATEGY}.help"):
+            break
+        elif name.startswith(f"{_STRATEGY}.") and strategy == "d9d":
+            return [*arguments[:index], f"--{_STRATEGY}.class_path=lightning_d9d.D9DStrategy", *arguments[index:]]
+    return [*arguments]
 
 
 def _is_inline(value: str) -> bool:

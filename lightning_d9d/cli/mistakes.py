@@ -272,7 +272,14 @@ def _wrong_value(_: str, line: _Line, written: Written, parser: ArgumentParser) 
 
 
 def _required(name: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
-    return f"{_program(parser)} needs {name}; give --{name} VALUE, or {name}: in a file and --config FILE"
+    if line.owner is None:
+        return f"{_program(parser)} needs {name}; give --{name} VALUE, or {name}: in a file and --config FILE"
+    short = line.owner.rpartition(".")[2]
+    place = next(filter(None, (written.find(line.path, each) for each in (line.owner, short))), "")
+    if place and not place.startswith("--"):
+        return f"{place}: {short} needs {name}; set {name}: VALUE below its init_args:"
+    option = ".".join((*line.path, name))
+    return f"{short} needs {name}; give --{option} VALUE behind it, or set {name}: VALUE below its init_args: in a file"
 
 
 def _no_value(option: str, line: _Line, written: Written, parser: ArgumentParser) -> str:

@@ -80,7 +80,7 @@ class _Planning(D9DCLI):
         else:
             best = plan_of(model, machine, costs, asynchronous=asynchronous, clips=clips)
             sys.stdout.write(f"{best}\n")
-        _write(best, given)
+        _write(best, given, self.datamodule, accumulated)
 
 
 def _of_data(data: Any, name: str, option: str) -> int:
@@ -109,12 +109,24 @@ def _ranking(plans: list[Plan]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(plan: Plan, given: Namespace) -> None:
+def _settings(plan: Plan, data: Any, accumulated: int) -> dict[str, object]:
+    """Return the settings of a plan and its rows, the latter by the name that the data use."""
+    model, mesh = plan.model, plan.model.mesh
+    rows = model.rows * model.num_microbatches
+    sizes = {
+        "global_batch_size": rows * mesh.data_parallel_replicate * mesh.data_parallel_shard * accumulated,
+        "batch_size": rows,
+    }
+    name = next((each for each in sizes if isinstance(getattr(data, each, None), int)), None)
+    return settings_of(plan) | ({} if name is None else {"data": {"init_args": {name: sizes[name]}}})
+
+
+def _write(plan: Plan, given: Namespace, data: Any, accumulated: int) -> None:
     try:
         if given.json:
             Path(given.json).write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
         if given.yaml:
-            Path(given.yaml).write_text(yaml.safe_dump(settings_of(plan), sort_keys=False))
+            Path(given.yaml).write_text(yaml.safe_dump(_settings(plan, data, accumulated), sort_keys=False))
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {reason(error)}; give another file") from error
     if given.page:

@@ -8,8 +8,8 @@ import reprlib
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +32,7 @@ import lightning_d9d.loggers
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d.callbacks import PredictionWriter
 from lightning_d9d.cli import refuse
-from lightning_d9d.cli.files import Written, check_checkpoint, check_files
+from lightning_d9d.cli.files import Written, check_checkpoint, check_files, with_class_of_d9d
 from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
 from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, printable, reason
@@ -56,6 +56,13 @@ class _Parser(LightningArgumentParser):
         # The beginning of an option is a mistake: it could mean another one when there are more options.
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        """Parse the arguments; options of `trainer.strategy` may follow its name `d9d`."""
+        arguments = sys.argv[1:] if args is None else list(args)
+        with suppress(MistakeError):  # a file that cannot be read, which jsonargparse refuses, too
+            arguments = with_class_of_d9d(arguments)
+        return super().parse_args(arguments, *others, **kwargs)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """Return the configuration as text. OmegaConf replaces `${...}` in the first part that has any."""

@@ -66,8 +66,8 @@ def main_evaluate(chosen: argparse.Namespace) -> None:
 def _load(chosen: argparse.Namespace) -> tuple[Qwen3MoeForCausalLM, Tokenizer]:
     dtype = getattr(torch, chosen.dtype) if chosen.dtype else None
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(chosen.source, dtype, device)
-    return model, load_tokenizer(chosen.tokenizer, chosen.source, model.config.vocab_size)
+    model = load_model(chosen.source, dtype, device, chosen.base)
+    return model, load_tokenizer(chosen.tokenizer, chosen.base or chosen.source, model.config.vocab_size)
 
 
 def _read(path: str) -> str:

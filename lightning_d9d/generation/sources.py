@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from lightning_d9d.state import DTYPE_NAMES
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.places import place_of
 from lightning_d9d.strategy.checkpoint_files import is_checkpoint, read_value
+from lightning_d9d.strategy.trained_only import BASE, check_base_given
 
 BYTES = "bytes"
 _NUM_BYTES = 256
@@ -48,17 +50,21 @@ class ByteTokenizer:
         return b"".join(bytes([t]) if t < _NUM_BYTES else b"\xff" for t in tokens).decode(errors="replace")
 
 
-def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Qwen3MoeForCausalLM:
+def load_model(
+    source: str | Path, dtype: torch.dtype | None = None, device: str = "cpu", base: str | Path | None = None
+) -> Qwen3MoeForCausalLM:
     """Read a whole Qwen3 model, MoE or dense, from Hugging Face files or a `Qwen3MoePretraining` checkpoint. Local.
 
     Args:
         source: A directory with `config.json` and safetensors files; a checkpoint directory, or a `.ckpt` file.
         dtype: Dtype of the weights; None keeps that of the checkpoint, or of `config.json`.
         device: Device of the model.
+        base: Hugging Face directory with the frozen weights, for a checkpoint of `CheckpointConfig.trainable_only`.
 
     Raises:
         StateError: The source has nothing that can be read, or a file is damaged.
-        ConfigError: The model is of another kind, or this machine does not have the device.
+        ConfigError: The model is of another kind, this machine does not have the device, or `base` is missing or has
+            no effect.
     """
     try:
         torch.empty(0, device=device)
@@ -67,9 +73,12 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
         raise ConfigError(
             f"device={device!r} cannot be used here ({reason}); choose 'cpu', or 'cuda' with a GPU"
         ) from error
+    recorded = read_value(source, BASE) if is_checkpoint(source) else None
+    check_base_given(recorded, base, source)
     if is_checkpoint(source):
         try:
-            model = Qwen3MoePretraining.load_from_checkpoint(source).model
+            chosen = {} if base is None else {"pretrained": str(base)}
+            model = Qwen3MoePretraining.load_from_checkpoint(source, **chosen).model
         except ConfigError as error:
             if read_value(source, ARGUMENTS_KEY) is not None:
                 raise
@@ -108,6 +117,11 @@ def pretrained_tokenizer(name: str) -> Any:
     Raises:
         ConfigError: The tokenizer does not exist, or `transformers` is not installed.
     """
+    if _is_path(name) and not os.path.exists(name):
+        raise ConfigError(
+            f"the tokenizer {name!r} is a directory that does not exist; give another one, or a name on Hugging Face's "
+            "hub"
+        )
     try:
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]: an extra
     except ImportError as error:
@@ -116,6 +130,12 @@ def pretrained_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer {name!r} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a name cannot be on the Hub, or its first part is a folder here."""
+    folder, _, rest = name.partition("/")
+    return name.startswith((".", "~")) or "/" in rest or (bool(rest) and os.path.isdir(folder)) or not folder
 
 
 def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tokenizer:

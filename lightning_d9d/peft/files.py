@@ -164,7 +164,7 @@ def _agreed_config(
         if others:
             raise ConfigError(
                 f"{first_of([*others])} is trained whole, which a file of adapters cannot contain; save the merged "
-                "weights with save_huggingface"
+                "weights with the callback HuggingFaceExport, or with save_huggingface"
             )
         _check_experts_complete(described, layout)
     return _config(described, [*all_names], layout, base_model), described

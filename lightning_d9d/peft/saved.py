@@ -263,6 +263,10 @@ def _pattern_names(name: str, tensors: Mapping[tuple[int, str, str], str]) -> tu
 
 def _read_config(folder: Any) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
+    if not path.exists() and (folder / "config.json").exists():
+        raise StateError(
+            f"{folder} has whole weights (config.json), no adapters; give the directory of an {ADAPTER_CONFIG}"
+        )
     try:
         config = read_json(path)
     except ValueError as error:

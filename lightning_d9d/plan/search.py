@@ -146,22 +146,24 @@ def name_of(plan: Plan) -> str:
 
 
 def settings_of(plan: Plan) -> dict[str, object]:
-    """Return a plan's arguments for `trainer.strategy.init_args` and for the data of a YAML file."""
+    """Return a plan's arguments for `trainer.strategy`, as the tree of a YAML file.
+
+    They replace those of a file before, whose `microbatch_size` would contradict the plan.
+    """
     model, mesh = plan.model, plan.model.mesh
     degrees = {
         name: getattr(mesh, name)
         for name in ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "expert_parallel")
     }
-    strategy: dict[str, object] = {"mesh": degrees, "parallel": {"recompute": model.parallel.recompute}}
-    if mesh.pipeline_parallel > 1:
-        strategy["schedule"] = {"class_path": f"lightning_d9d.schedule.{type(model.schedule).__name__}"}
-    if model.num_microbatches > 1:
-        strategy["num_microbatches"] = model.num_microbatches
-    rows = model.rows * model.num_microbatches
-    return {
-        "trainer": {"strategy": {"class_path": "D9DStrategy", "init_args": strategy}},
-        "data": {"init_args": {"batch_size": rows}},
+    strategy: dict[str, object] = {
+        "mesh": degrees,
+        "parallel": {"recompute": model.parallel.recompute},
+        "num_microbatches": model.num_microbatches,
+        "microbatch_size": None,
     }
+    if model.schedule in SCHEDULES:  # others are as they were configured
+        strategy["schedule"] = {"class_path": f"lightning_d9d.schedule.{type(model.schedule).__name__}"}
+    return {"trainer": {"strategy": {"class_path": "D9DStrategy", "init_args": strategy}}}
 
 
 def _rows(model: RankModel) -> int:

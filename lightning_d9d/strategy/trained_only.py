@@ -13,7 +13,7 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_d9d.errors import StateError
+from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks
 
 BASE = "lightning_d9d_base"
@@ -52,6 +52,28 @@ def add_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
     if BASE in checkpoint:
         own = {name: each.detach() for name, each in frozen_parameters(module).items()}
         checkpoint["state_dict"] = {**own, **checkpoint["state_dict"]}
+
+
+def check_base_given(recorded: Any, given: object, source: object) -> None:
+    """Check that a command got the directory of a base if, and only if, a checkpoint needs one. Local.
+
+    Args:
+        recorded: The checkpoint's value under `BASE`; None without one, as in a Hugging Face directory.
+        given: The directory; None without one.
+        source: Name of the checkpoint, for messages.
+
+    Raises:
+        ConfigError: The directory is missing, or has no effect.
+    """
+    pretrained = recorded.get("pretrained") if isinstance(recorded, Mapping) else None
+    if pretrained is not None and given is None:
+        raise ConfigError(
+            f"{source} has only trained parameters (CheckpointConfig.trainable_only), on the base {pretrained!r}; give "
+            f"--base {pretrained}, or base= in Python"
+        )
+    if pretrained is None and given is not None:
+        what = "has all weights" if recorded is None else "has only trained parameters, on initial weights"
+        raise ConfigError(f"base={str(given)!r} has no effect: {source} {what}; leave it out")
 
 
 def check_base(base: Any, module: object, seed: int | None, source: object) -> None:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_d9d import D9DStrategy
 from lightning_d9d.cli import D9DCLI, main
@@ -101,6 +102,19 @@ def test_a_schedule_by_its_class(tmp_path: Path, schedule: str, kind: type, argu
     built = build("--config", TINY, "--config", str(config)).trainer.strategy.schedule
     assert type(built) is kind
     assert vars(built) == arguments
+
+
+def test_options_follow_the_name_of_the_strategy(tmp_path: Path):
+    (tmp_path / "named.yaml").write_text("trainer: {strategy: d9d}\n")
+    (tmp_path / "class.yaml").write_text("trainer: {strategy: {class_path: DDPStrategy}}\n")
+    options = ("--trainer.strategy.microbatch_size=2", "--trainer.strategy.mesh.data_parallel_replicate", "1")
+    base, file, other = (f"--config={each}" for each in (TINY, tmp_path / "named.yaml", tmp_path / "class.yaml"))
+    for before in ((base, file), (base, "--trainer.strategy", "d9d"), (base, other, file)):
+        strategy = build(*before, *options).trainer.strategy
+        assert isinstance(strategy, D9DStrategy)
+        assert strategy.staging.microbatch_count.microbatch_size == 2
+    stock = build(base, file, other, "--trainer.strategy.process_group_backend", "gloo").trainer.strategy
+    assert isinstance(stock, DDPStrategy)
 
 
 def test_a_schedule_written_in_the_configuration(tmp_path: Path):

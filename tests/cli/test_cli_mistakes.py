@@ -74,7 +74,7 @@ BEFORE_TORCH = {
         "give the path of a checkpoint, or one of last, best, hpc, auto\n"
     ),
 }
-TAKES = "it takes --help, --tokenizer, --dtype, --device, "
+TAKES = "it takes --help, --base, --tokenizer, --dtype, --device, "
 BEFORE_TORCH |= {
     ("convert",): (
         "lightning-d9d convert needs source and target\n"
@@ -86,7 +86,7 @@ BEFORE_TORCH |= {
     ),
     ("convert", "a", "b", "--overwrit"): (
         "lightning-d9d convert has no option '--overwrit'; did you mean '--overwrite'?\n"
-        "it takes --help, --dtype, --max-shard-size, --fused-experts, --adapter, --tokenizer, --weights-only, "
+        "it takes --help, --dtype, --max-shard-size, --fused-experts, --adapter, --base, --tokenizer, --weights-only, "
         "--overwrite, --no-verify\n"
     ),
     ("convert", "a", "b", "c"): ("lightning-d9d convert does not take 'c'\nit takes source and target, and options\n"),
@@ -164,9 +164,17 @@ ON_THE_COMMAND_LINE = {
         "in a file write class_path: NestedArg, with the arguments below init_args:; on the command line "
         "--model.class_path NestedArg --model.ARGUMENT VALUE\n"
     ),
-    ("--trainer.strategy", "d9d", "--trainer.strategy.microbatch_size", "2"): (
+    ("--trainer.strategy", "auto", "--trainer.strategy.microbatch_size", "2"): (
         "--trainer.strategy.microbatch_size: trainer.strategy is no class that has arguments; put "
         "--trainer.strategy.class_path CLASS before\n"
+    ),
+    ("--trainer.callbacks+=EarlyStopping",): (
+        "EarlyStopping needs monitor; give --trainer.callbacks.monitor VALUE behind it, or set monitor: VALUE below "
+        "its init_args: in a file\n"
+    ),
+    ("--optimizer", "SGD", "--lr_scheduler", "StepLR"): (
+        "StepLR needs step_size; give --lr_scheduler.step_size VALUE behind it, or set step_size: VALUE below its "
+        "init_args: in a file\n"
     ),
     ("--model", "my_package.Model"): (
         "--model: my_package.Model cannot be imported: No module named 'my_package'\n"
@@ -221,6 +229,9 @@ ON_THE_COMMAND_LINE = {
     ),
 }
 IN_THE_FILE = {
+    ("  - class_path: TextSample\n", "  - class_path: EarlyStopping\n  - class_path: TextSample\n"): (
+        "run.yaml, line 19: EarlyStopping needs monitor; set monitor: VALUE below its init_args:\n"
+    ),
     ("max_steps", "max_stepz"): (
         "run.yaml, line 11: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
         "`lightning-d9d fit --help` lists what trainer takes\n"

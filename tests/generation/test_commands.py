@@ -116,8 +116,19 @@ def test_a_tokenizer_beside_the_model_is_taken(tmp_path: Path, capsys: pytest.Ca
         load_tokenizer(str(tmp_path / "model"), tmp_path, 2)
     with pytest.raises(ConfigError, match="vocab_size=64 has no token for each byte"):
         load_tokenizer("bytes", tmp_path, 64)
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_tokenizer(str(tmp_path / "nothing"), tmp_path, 64)
+        load_tokenizer(str(tmp_path / "empty"), tmp_path, 64)
+
+
+@pytest.mark.parametrize("name", ["tokens/qwen", "./qwen", "a/b/c", "/none/qwen", "~/none"])
+def test_a_directory_that_is_missing_is_not_sought_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "tokens").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"the tokenizer '{name}' is a directory that does not exist"):
+        load_tokenizer(name, tmp_path, 64)
 
 
 def test_characters_of_several_bytes_come_whole() -> None:

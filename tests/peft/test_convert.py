@@ -1,15 +1,18 @@
 """`lightning-d9d convert` merges adapters: of a directory into another, and those of a checkpoint."""
 
 import json
+import re
 import resource
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_d9d import CheckpointConfig, D9DStrategy
+from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy
+from lightning_d9d.generation import load_model
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
 from lightning_d9d.peft import LoRA, inject, merge, save_adapter
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
@@ -75,6 +78,49 @@ def test_foreign_adapters_leave_nothing(base, tmp_path, monkeypatch, capsys):
     message = refused(monkeypatch, capsys, base, tmp_path / "merged.ckpt", "--adapter", tmp_path / "adapter")
     assert "--adapter has no effect" in message
     assert not (tmp_path / "merged").exists()
+
+
+def test_what_is_no_base_and_what_is_no_adapter(base, tmp_path, monkeypatch, capsys):
+    save_adapter(adapted(base, METHODS["default"]), tmp_path / "adapter")
+    remedy = f"`lightning-d9d convert BASE DIRECTORY --adapter {tmp_path / 'adapter'}`"
+    assert remedy in refused(monkeypatch, capsys, tmp_path / "adapter", tmp_path / "merged")
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        load_model(tmp_path / "adapter")
+    message = refused(monkeypatch, capsys, base, tmp_path / "merged", "--adapter", base)
+    assert "has whole weights (config.json), no adapters; give the directory of an adapter_config.json" in message
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_a_checkpoint_without_frozen_weights_is_merged_with_its_base(tmp_path, monkeypatch, capsys, mode):
+    base = tmp_path / "base"
+    save_huggingface(make_model(5), base)
+    module = Qwen3MoePretraining(
+        make_model().config, learning_rate=0.1, warmup_steps=0, peft=LoRA(rank=4), pretrained=str(base)
+    )
+    run = trainer(D9DStrategy(checkpoint=CheckpointConfig(mode=mode, trainable_only=True)), max_epochs=1)
+    run.fit(module, data())
+    saved = tmp_path / "saved.ckpt"
+    run.save_checkpoint(saved)
+    remedy = f"on the base {str(base)!r}; give --base {base}"
+    assert remedy in refused(monkeypatch, capsys, saved, tmp_path / "merged")
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        load_model(saved)
+    convert(monkeypatch, saved, tmp_path / "merged", "--base", base)
+    assert module.model.model.layers["0"].self_attn.q_proj.lora.b.any()
+    ids = torch.arange(8)[None]
+    logits = load_model(saved, base=base)(ids).logits
+    assert_bitwise_equal("logits", logits, module.model.eval()(ids).logits)
+    merge(module)
+    assert_loads(tmp_path / "merged", module.model)
+    message = refused(monkeypatch, capsys, tmp_path / "merged", tmp_path / "new", "--base", base)
+    assert f"base={str(base)!r} has no effect: {tmp_path / 'merged'} has all weights; leave it out" in message
+    with pytest.raises(ConfigError, match=r"has no effect: .* has all weights"):
+        load_model(base, base=base)
+    for name, values in {"wide": {"moe_intermediate_size": 16}, "tied": {"tie_word_embeddings": True}}.items():
+        save_huggingface(Qwen3MoeForCausalLM(replace(module.config, **values)), tmp_path / name)
+        with pytest.warns(UserWarning, match=rf"beside '{base}': '{tmp_path / name}' must have the same weights"):
+            message = refused(monkeypatch, capsys, saved, tmp_path / "new", "--base", tmp_path / name)
+        assert f"{tmp_path / name} has other weights than those that {saved} adapts; give another base" in message
 
 
 @contextmanager

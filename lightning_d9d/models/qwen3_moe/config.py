@@ -12,6 +12,7 @@ from torch import nn
 from lightning_d9d.checkpoint import is_directory
 from lightning_d9d.errors import ConfigError, StateError, did_you_mean
 from lightning_d9d.models.qwen3_moe.presets import PRESETS, PresetName
+from lightning_d9d.peft.saved import ADAPTER_CONFIG
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.places import Place, check_link
 
@@ -379,16 +380,25 @@ class Qwen3MoeConfig:
 
 
 def refuse_checkpoint(path: str | Path) -> None:
-    """Refuse a checkpoint in place of a Hugging Face directory, and name the setting that takes checkpoints. Local.
+    """Refuse a checkpoint or adapters in place of a Hugging Face directory, and name what takes them. Local.
 
     Raises:
-        ConfigError: The path is a checkpoint, file or directory.
+        ConfigError: The path is a checkpoint, file or directory, or a directory of adapters.
     """
     if "://" not in str(path) and (is_directory(path) or (Path(path).suffix == ".ckpt" and Path(path).is_file())):
         raise ConfigError(
             f"{path} is a checkpoint, but a Hugging Face directory is needed. Convert it with `lightning-d9d convert "
             f"{path} DIRECTORY`, and set preset=DIRECTORY and pretrained=DIRECTORY; or resume from the checkpoint "
             "itself with ckpt_path"
+        )
+    if (
+        "://" not in str(path)
+        and (Path(path) / ADAPTER_CONFIG).is_file()
+        and not (Path(path) / "config.json").is_file()
+    ):
+        raise ConfigError(
+            f"{path} has adapters ({ADAPTER_CONFIG}), but whole weights are needed. Merge them with `lightning-d9d "
+            f"convert BASE DIRECTORY --adapter {path}`, where BASE has the weights that they adapt"
         )
 
 

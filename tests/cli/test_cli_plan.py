@@ -1,0 +1,51 @@
+"""`lightning-d9d plan --search --yaml`: a later `--config` reads the settings of the best plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_d9d.cli import main
+
+CONFIG = """
+model: {{class_path: Qwen3MoePretraining, init_args: {{preset: tiny}}}}
+data: {{class_path: ByteTextDataModule, init_args: {{sequence_length: 64, {rows}}}}}
+trainer:
+  strategy: {{class_path: D9DStrategy, init_args: {{mesh: {{data_parallel_replicate: -1}}, {strategy}}}}}
+  accumulate_grad_batches: {accumulated}
+"""
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
+    arguments = ("--world_size", "8", "--gpu", "h100", "--json", "plan.json")
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "plan", "--config", "run.yaml", *options, *arguments])
+    main()
+    return json.loads(Path("plan.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("rows", "strategy", "accumulated"),
+    [
+        ("batch_size: 4", "microbatch_size: 1", 1),
+        ("batch_size: 4", "num_microbatches: 2, schedule: zero_bubble_v", 1),
+        ("global_batch_size: 64", "microbatch_size: 1", 2),
+        ("global_batch_size: 32", "num_microbatches: 4", 1),
+    ],
+)
+def test_the_best_plan_is_that_of_the_file_with_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, strategy: str, accumulated: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG.format(rows=rows, strategy=strategy, accumulated=accumulated))
+    best = planned(monkeypatch, "--search", "--yaml", "best.yaml")
+    assert planned(monkeypatch, "--config", "best.yaml") == best
+    written = yaml.safe_load(Path("best.yaml").read_text())
+    sizes, before = written["data"]["init_args"], yaml.safe_load(f"{{{rows}}}")
+    assert sizes.keys() == before.keys()
+    assert "batch_size" in before or sizes == before  # a batch of one data rank is another one on another mesh
+    assert planned(monkeypatch, "--config", "best.yaml", "--yaml", "again.yaml") == best
+    assert yaml.safe_load(Path("again.yaml").read_text())["data"] == written["data"]
