@@ -227,6 +227,16 @@ def _scales(largest, ROOM: tl.constexpr, BELOW: tl.constexpr, MOST: tl.constexpr
 
 
 @triton.jit
+def _store_scales(avg_scale, sq_scale, m_largest, v_largest, mask):
+    """Compute the scales of averages and squares, store them, and return them."""
+    m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
+    v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
+    tl.store(avg_scale, m_scale.to(tl.uint8), mask=mask)
+    tl.store(sq_scale, v_scale.to(tl.uint8), mask=mask)
+    return m_scale, v_scale
+
+
+@triton.jit
 def _largest_of_blocks(values):
     """Replace the values of octets by the largest ones of their blocks."""
     largest = values[0]
@@ -379,10 +389,7 @@ def _update_octets(
         squares += (_as_bits(square),)
     _store_octet(parameter, values, random, WIDE_PARAMETER)
     m_largest, v_largest = _as_bits(_largest_of_blocks(magnitudes)), _largest_of_blocks(squares)
-    m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
-    v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
-    tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_first)
-    tl.store(sq_scale, v_scale.to(tl.uint8), mask=is_first)
+    m_scale, v_scale = _store_scales(avg_scale, sq_scale, m_largest, v_largest, is_first)
     m_base, v_base = m_scale << 23, _twice(v_scale)
     low = _average_codes(averages[:4], m_base, random[:4])
     tl.store(exp_avg, _joined(low, _average_codes(averages[4:], m_base, random[4:])))
@@ -431,15 +438,12 @@ def _update(
     p, m, v = _updated(p, g, m, v, factors)
     _store(parameter, p, words >> 16, mask, WIDE_PARAMETER)
     m_largest, v_largest = _as_bits(tl.max(tl.abs(m), axis=1)), _as_bits(tl.max(v, axis=1))
-    m_scale = _scales(m_largest, _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
-    v_scale = _scales(v_largest, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
+    m_scale, v_scale = _store_scales(avg_scale, sq_scale, m_largest, v_largest, is_block)
     m_code = (_raised_average(m, (m_scale << 23)[:, None], words) >> _CUT) | (_as_word(m) >> 24 & 128)
     raised = _raised_square(_as_bits(v), words).to(tl.int32, bitcast=True)
     v_base = (v_scale << 23)[:, None]
     tl.store(exp_avg, m_code.to(tl.uint8), mask=mask)
     tl.store(exp_avg_sq, ((tl.maximum(raised, v_base) - v_base) >> _CUT).to(tl.uint8), mask=mask)
-    tl.store(avg_scale, m_scale.to(tl.uint8), mask=is_block)
-    tl.store(sq_scale, v_scale.to(tl.uint8), mask=is_block)
 
 
 @triton.jit
