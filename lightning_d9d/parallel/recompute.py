@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.ops.operator import OperatorMode, outside_of_mode
@@ -151,7 +152,7 @@ def _forward(module: nn.Module, replaced: Any, kind: str, *args: Any, **kwargs: 
     num_positional, names, dtype = len(args), tuple(kwargs), torch.get_default_dtype()
 
     def run(*values: Any) -> Any:
-        with nullcontext() if torch.get_default_dtype() == dtype else _default_dtype(dtype):
+        with nullcontext() if torch.get_default_dtype() == dtype else default_dtype(dtype):
             return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
 
     # All by position: torch saves no tensors of keywords, and does not see whether they are on a GPU that draws.
@@ -159,16 +160,6 @@ def _forward(module: nn.Module, replaced: Any, kind: str, *args: Any, **kwargs: 
     contexts = _contexts if kind == "selective" else noop_context_fn
     with inputs_on_host(values) if kind == "offload" else nullcontext():
         return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class _Result(NamedTuple):

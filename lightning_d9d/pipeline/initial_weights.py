@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh.seeds import derived
@@ -322,14 +323,10 @@ def _scratch(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _seeded_on_cpu(seed: int) -> Generator[None]:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.promote_types(default, torch.float32))
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
-            yield
-    finally:
-        torch.set_default_dtype(default)
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    with default_dtype(dtype), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _stored_like(meta: Tensor, local: Tensor, device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ from lightning_d9d.callbacks import PredictionWriter
 from lightning_d9d.data import TokenFileWriter
 from lightning_d9d.datamodules import ByteTextDataModule, ChatDataModule, TokenDataModule
 from lightning_d9d.datamodules.rows import RowsDataModule
+from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining
 from lightning_d9d.state import read_tensors
 from tests.data.chats import make_tokenizer, write_chats
@@ -93,11 +94,8 @@ class Seen(L.Callback):
 def model_on_one_process() -> Qwen3MoeForCausalLM:
     L.seed_everything(1, verbose=False)
     module = Qwen3MoePretraining(MODEL)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         module.configure_model()
-    finally:
-        torch.set_default_dtype(torch.float32)
     return cast(Qwen3MoeForCausalLM, module.model)
 
 

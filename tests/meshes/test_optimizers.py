@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from lightning_d9d import D9DStrategy, MeshConfig
+from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining
 from lightning_d9d.optim import OptimizerSettings, ParameterGroup, Phase, PiecewiseLR
 from tests.harness.compare import assert_tensors_close
@@ -70,11 +71,8 @@ def built(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
     """The model of one process, in float64."""
     L.seed_everything(SEED, verbose=False)
     module = Qwen3MoePretraining(config)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         module.configure_model()
-    finally:
-        torch.set_default_dtype(torch.float32)
     return module.model
 
 

@@ -28,6 +28,7 @@ from lightning_d9d.data import (
     TokenFileWriter,
     TokenRows,
 )
+from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.data.chats import chat, make_tokenizer
 from tests.harness.compare import assert_close_named, assert_tensors_close
@@ -141,11 +142,8 @@ def alone(given: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, dict[str, Te
     """Loss and gradients of each document in one process, with nothing beside it."""
     L.seed_everything(1, verbose=False)
     module = Qwen3MoePretraining(MODEL)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         module.configure_model()
-    finally:
-        torch.set_default_dtype(torch.float32)
     found = []
     for input_ids, labels in given:
         module.model.zero_grad()

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, ParallelConfig
+from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
@@ -114,11 +115,8 @@ def test_adapters_start_with_the_same_bits_on_any_mesh(rank: RankContext, mesh: 
     on_mesh(rank, D9DStrategy(mesh=MeshConfig(**mesh)), steps=1, peft=MATRICES, callbacks=[beginning])
     L.seed_everything(1, verbose=False)
     alone = Qwen3MoePretraining(CONFIG, peft=MATRICES)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         alone.configure_model()
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert beginning.values
     for name, value in beginning.values.items():
         assert_bitwise_equal(name, value, alone.model.get_parameter(name))

@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig
 from lightning_d9d.callbacks import WeightAverages
+from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.mixing import ReplicaMixing
 from lightning_d9d.mixing.rounds import Rounds
@@ -164,11 +165,8 @@ def check_mesh(
 ) -> None:
     steps = 2
     alone = Qwen3MoePretraining(config)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         alone.configure_model()
-    finally:
-        torch.set_default_dtype(torch.float32)
     mesh = MeshConfig(data_parallel_replicate=num_replicas, **degrees)
     sync = ReplicaMixing(peer_copies=peer_copies)
     strategy = D9DStrategy(mesh=mesh, replicate_sync=sync, microbatch_size=2)

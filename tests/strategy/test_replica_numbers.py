@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d import D9DStrategy, MeshConfig
+from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.mixing.rounds import Rounds
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.harness.ranks import RankContext
@@ -88,11 +89,8 @@ def test_training_goes_on_from_the_mean(rank: RankContext, before: int, after: i
             torch.testing.assert_close(state, mean, atol=1e-12, rtol=0)
 
     alone = Qwen3MoePretraining(SMALL)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         alone.configure_model()
-    finally:
-        torch.set_default_dtype(torch.float32)
     alone.model.load_state_dict(start.weights)
 
     def optimizer_with_states(model: torch.nn.Module) -> torch.optim.Optimizer:
