@@ -5,7 +5,7 @@ separate stream, which waits for the stream that computed the input. When a back
 copied back. The copy for the previous block begins then, and continues while this block is recomputed. So two inputs
 are on the device at a time, and only the copy for a batch's last block is waited for.
 
-[Note: memory of copies] At the end of a block's forward the computing stream waits for the copy of its input, which
+[Note: memory of copies] At the end of a block's forward the computing stream waits for the copy of its input. The copy
 began with the forward. In a backward it waits for an input before it reads it. So copies are done before the
 computing stream can use freed memory again, and the host may launch as far ahead as it likes. `record_stream` would
 also be safe. But the host frees an input long before the device has copied it. Until then torch's allocator does not
@@ -45,7 +45,7 @@ class _Waiting:
         if self._back is not None and self._back.is_cuda:  # nobody waits for its copy, which still writes
             self._back.record_stream(_stream_of_copies(self._device))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Make the current stream wait until the tensor is sent. Then its memory on the device may be used again."""
         self._wait_for(self._sent)
         self._sent = None
@@ -122,4 +122,4 @@ def inputs_on_host(inputs: Collection[object]) -> Generator[None]:
     with saved_tensors_hooks(pack, unpack):
         yield
     while copies:  # `inputs` are alive until here
-        copies.pop().let_go()
+        copies.pop().release()

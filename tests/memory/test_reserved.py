@@ -135,7 +135,7 @@ def _keep_shapes_of_inputs(monkeypatch: pytest.MonkeyPatch, found: Allocations) 
             self.back: Tensor | None = None
             found.on_their_way.add(tensor.untyped_storage()._cdata)
 
-        def let_go(self) -> None:
+        def release(self) -> None:
             """Wait for nothing, as when the run was measured."""
 
         def begin(self) -> Tensor:
