@@ -60,6 +60,8 @@ class Sizes:
     """Lengths of rows for attention; a batch has `tokens` tokens, or one row."""
     copy_bytes: int = 2**30
     message_bytes: int = 2**28
+    blocks: int = 4
+    """Blocks of a tiny model that the host launches."""
     dtype: torch.dtype = torch.bfloat16
     repeats: int = 10
 
@@ -212,25 +214,24 @@ class HostBlocks:
         """What people call a block."""
         return f"{self.preset} with adapters" if self.has_adapters else self.preset
 
-    def build(self, device: torch.device) -> Qwen3MoeModel:
-        """Build the blocks, without embedding and head."""
+    def build(self, device: torch.device, number: int) -> Qwen3MoeModel:
+        """Build so many blocks, without embedding and head."""
         config = Qwen3MoeConfig.preset(self.preset)
-        blocks = Qwen3MoeModel(config, StageInfo(1, 3, range(config.num_hidden_layers))).to(device, torch.bfloat16)
+        blocks = Qwen3MoeModel(config, StageInfo(1, 3, range(number))).to(device, torch.bfloat16)
         if self.has_adapters:
             inject(blocks, LoRA())
         return blocks
 
     def num_adapters(self, kind: type[Adapter]) -> int:
         """Return the number of adapters of a kind in a block."""
-        blocks = self.build(torch.device("meta"))
-        return sum(isinstance(part, kind) for part in blocks.modules()) // len(blocks.layers)
+        return sum(isinstance(part, kind) for part in self.build(torch.device("meta"), 1).modules())
 
 
 SPARSE, ADAPTED_SPARSE = HostBlocks("tiny", False), HostBlocks("tiny", True)
 DENSE, ADAPTED_DENSE = HostBlocks("tiny-dense", False), HostBlocks("tiny-dense", True)
 
 
-def host_seconds(device: torch.device, repeats: int = 10) -> dict[HostBlocks, dict[str, Measured]]:
+def host_seconds(device: torch.device, repeats: int = 10, blocks: int = 4) -> dict[HostBlocks, dict[str, Measured]]:
     """Measure the host's time to launch forward and backward of a block, by kind of block and recomputation. Local.
 
     Kernels are so small that the device waits for the host, and the time to wait for the device does not count. The
@@ -239,8 +240,9 @@ def host_seconds(device: torch.device, repeats: int = 10) -> dict[HostBlocks, di
     Args:
         device: The device that computes.
         repeats: Number of timed calls of each; the median counts.
+        blocks: Number of blocks in a call.
     """
-    built = {of: of.build(device) for of in (SPARSE, ADAPTED_SPARSE, DENSE, ADAPTED_DENSE)}
+    built = {of: of.build(device, blocks) for of in (SPARSE, ADAPTED_SPARSE, DENSE, ADAPTED_DENSE)}
     found = {(of, kind): list[float]() for of in built for kind in HostSeconds._fields}
     for _ in range(2 + repeats):
         for (of, kind), seconds in found.items():
@@ -378,7 +380,7 @@ def measure(
     linear, grouped = list(products(sizes, device)), list(grouped_products(sizes, device))
     attended = list(attention_rates(sizes, device))
     copied, launched = copy(sizes, device), launch(device)
-    hosted = host_seconds(device, sizes.repeats)
+    hosted = host_seconds(device, sizes.repeats, sizes.blocks)
     rates = tuple(AttentionRate(length, _rate([f]), _rate([b])) for length, f, b in attended)
     values: dict[str, object] = {
         "device": name,

@@ -171,7 +171,7 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stag
         backward_weight=sum(each.backward_weight for each in seconds),
         messages=sum(rates.message_seconds(each, 1) for each in costs),
         again=sum(rates.again(each, 1) for each in costs),
-        host=None if model.parallel.compile or model.parallel.cuda_graphs else rates.host_seconds(layers),
+        host=rates.host_seconds(layers),
     )
 
 

@@ -153,6 +153,8 @@ class LayerCosts:
     """The part of the forward that the backward computes again: "nothing", "all", "attention" or "moved"."""
     messages: tuple[Messages, ...] = ()
     """Messages that ranks send each other in the midst of the layer."""
+    is_launched: bool = True
+    """True if the host launches each kernel, because the layer is neither compiled nor captured."""
     linear_adapters: float = 0.0
     """The number of linear layers with adapters."""
     experts_adapters: float = 0.0
@@ -221,8 +223,8 @@ class ModelCosts:
 
     def compiled(self) -> ModelCosts:
         """Return the costs with layers whose backward is one compiled function, which runs in the input phase."""
-        layers = (replace(layer, is_compiled=True, split_activation_bytes=0.0) for layer in self.layers)
-        return replace(self, layers=tuple(layers))
+        changes = dict(is_compiled=True, is_launched=False, split_activation_bytes=0.0)
+        return replace(self, layers=tuple(replace(layer, **changes) for layer in self.layers))
 
     @property
     def parts(self) -> tuple[LayerCosts, ...]:
@@ -284,7 +286,7 @@ class Machine:
     while the other's experts exchange tokens.
     """
     sparse_host_seconds: HostSeconds | None = None
-    """The host's seconds for a layer with experts, neither compiled nor captured; None if not known."""
+    """The host's seconds for a layer with experts; None if not known."""
     dense_host_seconds: HostSeconds | None = None
     """The same for a layer without experts."""
     linear_adapter_host_seconds: HostSeconds | None = None
@@ -345,7 +347,7 @@ class Machine:
         found = 0.0
         for layer in layers:
             whole = self.sparse_host_seconds if layer.grouped_flops else self.dense_host_seconds
-            if whole is None or layer.is_compiled:
+            if whole is None or not layer.is_launched:
                 return None
             found += whole.of(layer)
             for number, adapter in (

@@ -362,16 +362,19 @@ class _Layers:
         """Return ranges with the shortest longest stage, and ranges with the smallest load of the most loaded rank.
 
         The longest stage bounds schedules that run one stage of a rank for several microbatches; the rank bounds
-        others.
+        others. A stage may be the longest of the device or of the host.
         """
-        of_layers = [behind - before for before, behind in pairwise(self.work)]
-        even = split_evenly(of_layers, len(placement))
-        levelled = level(even, placement, lambda ranges: [(load,) for load in self.loads(ranges, placement)])
-        return [even] if levelled == even else [even, levelled]
+        found: list[list[range]] = []
+        for work in [self.work, self.host] if self.host[-1] else [self.work]:
+            even = split_evenly([behind - before for before, behind in pairwise(work)], len(placement))
+            levelled = level(even, placement, lambda ranges: [(load,) for load in self.loads(ranges, placement)])
+            found += [ranges for ranges in (even, levelled) if ranges not in found]
+        return found
 
     def loads(self, ranges: Sequence[range], placement: Sequence[int]) -> list[int]:
         """Return the nanoseconds that a microbatch takes in the stages of each rank."""
-        return [round(1e9 * seconds) for seconds in _of_ranks(_of_stages(self.work, ranges), placement)]
+        device, host = (_of_ranks(_of_stages(work, ranges), placement) for work in (self.work, self.host))
+        return [round(1e9 * seconds) for seconds in map(max, device, host)]
 
 
 def _totals(of_parts: Iterable[float]) -> list[float]:
