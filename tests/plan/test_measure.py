@@ -80,7 +80,7 @@ def test_a_table_is_written_read_and_planned_with(tmp_path: Path) -> None:
 
 
 def test_the_host_launches_blocks_with_each_recomputation() -> None:
-    """Two kinds run all of a block again, and one its attention, which has two of its norms."""
+    """Two kinds run all of a block again, and one the four linear layers of its attention."""
     run: Counter[str] = Counter()
     hook = register_module_forward_pre_hook(lambda module, inputs: run.update([type(module).__name__]))
     try:
@@ -96,7 +96,9 @@ def test_the_host_launches_blocks_with_each_recomputation() -> None:
         assert all(measured.seconds > 0 for measured in each.values())
     times, layers = 2 + 1, 2
     assert run["SparseMoE"] == run["SwiGLU"] == times * layers * 2 * (1 + 1 + 2 + 2)
-    assert run["RMSNorm"] == times * layers * 4 * (4 + 6 + 8 + 8)
+    sparse, dense = 4 + 8 + 8 + 8, 7 + 11 + 14 + 14
+    adapted_sparse, adapted_dense = 1 + 2 + 2 + 2, 2 + 3 + 4 + 4  # others are one operator for layers of one input
+    assert run["Linear"] == times * layers * (sparse + adapted_sparse + dense + adapted_dense)
 
 
 def test_seconds_of_adapters_by_hand() -> None:
