@@ -211,7 +211,7 @@ class HostBlocks:
 
     @property
     def name(self) -> str:
-        """What people call a block."""
+        """Its name in tables."""
         return f"{self.preset} with adapters" if self.has_adapters else self.preset
 
     def build(self, device: torch.device, number: int) -> Qwen3MoeModel:
