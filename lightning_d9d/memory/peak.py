@@ -11,11 +11,6 @@ is of no use in another. FSDP2 allocates the messages that gather in one stream 
 another (torch's `_fsdp_collectives.py`). In the stream of the computation, a gradient that is larger than any tensor of
 a layer finds no free block of such tensors. So each of these four kinds needs its own most. Their sum is more than the
 most of all together, as gradients are there when activations are not.
-
-[Note: inputs on their way] With `recompute="offload"` a stream of its own copies each block's input to the host, and
-back. A freed tensor that two streams use stays in its block until the device is done with it (`record_stream`). The
-host frees inputs while it launches, ahead of the device. So the inputs of all blocks that it is ahead are still there.
-Torch does not call them allocated.
 """
 
 from __future__ import annotations
@@ -30,10 +25,6 @@ from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, Back
 
 WORKSPACE = 33 * 2**20
 """The workspace of cuBLAS on Hopper, from torch's allocator: 32 MiB and 1 MiB (torch's `getChosenWorkspaceSize`)."""
-
-_BLOCKS_AHEAD = 15
-"""The most inputs of blocks on their way. CUDA takes some 1,024 launches before the device has run the first, which is
-assumed. A step of *sparse 64k* has 1,058 for four blocks, of which a forward is about a quarter."""
 
 _VOCABULARY = (Part.EMBEDDING, Part.HEAD)
 
@@ -73,8 +64,6 @@ class PeakBytes:
     """Bytes of free blocks at the peak that large gradients cannot take. [Note: blocks that are kept apart]."""
     streams: int = 0
     """The same if FSDP2 has streams of its own: bytes of free blocks of all streams."""
-    copied: int = 0
-    """Bytes of blocks' inputs that are freed, but not for other tensors. [Note: inputs on their way]."""
     peers: int = 0
     """Bytes that other ranks write tokens to, outside of torch's allocator."""
 
@@ -162,18 +151,8 @@ def peak(
         constant: Bytes of workspaces.
     """
     peers = max((part.peer_bytes for stage in stages.values() for part in stage.parts), default=0.0)
-    copied = _on_their_way(stages, actions)
-    at_rest = PeakBytes(weights=weights, states=states, constant=constant, copied=int(copied), peers=int(peers))
+    at_rest = PeakBytes(weights=weights, states=states, constant=constant, peers=int(peers))
     return _Walk(stages, at_rest, rules, keeps_gathered).run(actions)
-
-
-def _on_their_way(stages: Mapping[int, StageOfRank], actions: Sequence[Action]) -> float:
-    """Count the bytes of inputs that are copied to the host and back while the host is ahead."""
-    forwards = [part.stage for action in actions for part in compute_parts(action) if isinstance(part, Forward)]
-    sizes = [
-        layer.costs.output_bytes for index in forwards for layer in stages[index].layers if layer.recompute == "offload"
-    ]
-    return max(sizes, default=0.0) * min(2 * len(sizes), _BLOCKS_AHEAD)
 
 
 class _Walk:

@@ -36,7 +36,7 @@ class Overhead:
             peak: The peak of a step.
             at_least: Bytes that are allocated, if those of the peak are not all.
         """
-        allocated = max(peak.total, at_least) + (peak.streams + peak.copied if self.keeps_apart else 0)
+        allocated = max(peak.total, at_least) + (peak.streams if self.keeps_apart else 0)
         fragmented = int(allocated * (1 + self.fragments)) + self.pools
         return max(fragmented, allocated + peak.apart) if self.keeps_apart else fragmented
 

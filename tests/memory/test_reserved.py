@@ -42,8 +42,6 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.allocator = allocator
         self.allocated = self.most = 0
-        self.on_their_way: set[int] = set()
-        self._waiting: list[Any] = []
         self._alive = {each.untyped_storage()._cdata for each in known}
 
     def allocate(self, num_bytes: int) -> Any:
@@ -51,20 +49,10 @@ class Allocations(TorchDispatchMode):
         self.most = max(self.most, self.allocated)
         return self.allocator.allocate(num_bytes)
 
-    def end_step(self) -> None:
-        """Free the memory that a copy to or from the host has used: the host is one step ahead."""
-        for block in self._waiting:
-            self.allocator.free(block)
-        self._waiting.clear()
-
     def _end(self, address: int, block: Any, num_bytes: int) -> None:
         self._alive.discard(address)
         self.allocated -= num_bytes
-        if address in self.on_their_way:
-            self.on_their_way.discard(address)
-            self._waiting.append(block)
-        else:
-            self.allocator.free(block)
+        self.allocator.free(block)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         workspace = self.allocate(size) if (size := _workspace(str(func), args)) else None
@@ -104,7 +92,7 @@ def simulated(
     ids = torch.zeros(run.rows, run.tokens, dtype=torch.int64, device="meta")
     parameters = list(model.parameters())
     with as_on_gpu(), torch.device("meta"), Allocations([*parameters, *model.buffers(), ids], kind()) as found:
-        _keep_shapes_of_inputs(monkeypatch, found)
+        _keep_shapes_of_inputs(monkeypatch)
         found.allocate(WORKSPACE)
         for each in parameters:
             found.allocate(each.nbytes)
@@ -113,7 +101,6 @@ def simulated(
             for num_bytes in _states(run, parameters) if step == 0 else ():
                 found.allocate(num_bytes)
             model.zero_grad()
-            found.end_step()
     return found.most, found.allocator.reserved
 
 
@@ -126,22 +113,20 @@ def _states(run: Run, parameters: Iterable[Tensor]) -> Iterator[int]:
         yield from 2 * [math.prod(scale_shape(tuple(each.shape)))] if in_codes else []
 
 
-def _keep_shapes_of_inputs(monkeypatch: pytest.MonkeyPatch, found: Allocations) -> None:
+def _keep_shapes_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace copies to the host, which tensors without data do not have."""
 
     class Waiting:
         def __init__(self, tensor: Tensor, before: weakref.ref[Waiting] | None) -> None:
             self.shape, self.before, self.was_taken = tensor.shape, before, False
             self.back: Tensor | None = None
-            found.on_their_way.add(tensor.untyped_storage()._cdata)
 
         def release(self) -> None:
-            """Wait for nothing, as when the run was measured."""
+            """Wait for nothing: no tensor is freed too early here."""
 
         def begin(self) -> Tensor:
             if self.back is None:
                 self.back = torch.empty(self.shape, dtype=torch.bfloat16, device="meta")
-                found.on_their_way.add(self.back.untyped_storage()._cdata)
             return self.back
 
         def take(self) -> Tensor:
