@@ -74,6 +74,8 @@ class MachineTable:
     """The seconds that each adapter of a linear layer adds to its block; None counts nothing."""
     experts_adapter_host_seconds: HostSeconds | None = None
     """The seconds that each adapter of a weight of experts adds to its block; None counts nothing."""
+    step_host_seconds: float = 0.0
+    """The host's seconds for all else of a step: data, hooks, embedding, head, clipping and update. 0 counts nothing."""
     launch_seconds: float = 0.0
     """Measured seconds of the host to launch a kernel, for information only; 0 if not measured."""
     source: str
@@ -94,6 +96,7 @@ class MachineTable:
                     "host_share",
                     "latency",
                     "launch_seconds",
+                    "step_host_seconds",
                     "wait_seconds",
                     "message_slowdown",
                 )
@@ -206,6 +209,6 @@ def _read(path: Path) -> dict[str, MachineTable]:
 def _with_host_seconds(values: dict[str, Any]) -> dict[str, Any]:
     """Return a table's values, with the H200's in place of missing seconds of the host, which are listed as such."""
     of_h200 = json.loads(_SHIPPED.read_text())["h200"]
-    missing = [name for name in HOST_SECONDS if values.get(name) is None]
+    missing = [name for name in (*HOST_SECONDS, "step_host_seconds") if values.get(name) is None]
     unmeasured = dict.fromkeys((*values.get("not_measured", ()), *missing))
     return values | {name: of_h200[name] for name in missing} | {"not_measured": tuple(unmeasured)}

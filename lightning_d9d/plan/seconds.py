@@ -75,7 +75,7 @@ class Timed:
     links: dict[str, tuple[float, float]]
     """The bytes that the busiest rank sends over each link, and their seconds without anything beside them."""
     host_seconds: float | None
-    """The seconds of the busiest rank's host for the blocks of a step; None if the machine table does not have them."""
+    """The seconds of the busiest rank's host for a step; None if the machine table does not have those of its blocks."""
 
     @property
     def is_limited_by_host(self) -> bool:
@@ -209,7 +209,7 @@ def _rank(
         computed=number * sum(each.forward + each.backward_input + each.backward_weight for each in own),
         messages=number * sum(each.messages for each in own),
         again=number * sum(each.again for each in own),
-        host=number * sum(hosts) if len(hosts) == len(own) else None,
+        host=number * sum(hosts) + machine.step_host_seconds if len(hosts) == len(own) else None,
         alone=alone,
         beside=beside,
         slowed=machine.message_slowdown * beside,
