@@ -43,20 +43,6 @@ PLAN = "tests/parallel/test_plan.py"
 
 MUTATIONS = [
     Mutation(
-        "adapters take the host no time",
-        "lightning_d9d/schedule/layers.py",
-        "number * adapter.of(layer)",
-        "0 * adapter.of(layer)",
-        "tests/schedule/test_tune.py -k by_hand",
-    ),
-    Mutation(
-        "Auto forgets the host",
-        "lightning_d9d/schedule/tune.py",
-        "max(1.0, host[rank] / device[rank])",
-        "1.0",
-        "tests/schedule/test_tune.py -k slower",
-    ),
-    Mutation(
         "gradients are not summed over ranks",
         "lightning_d9d/sync/buckets.py",
         "self.work = dist.all_reduce(flat, group=self.group, async_op=True)",
@@ -552,6 +538,20 @@ MUTATIONS = [
         'with open(owner.hidden("partial"), "xb") as file',
         'with open(path, "wb") as file',
         "tests/strategy/test_faults.py -k 'disk'",
+    ),
+    Mutation(
+        "adapters take the host no time",
+        "lightning_d9d/schedule/layers.py",
+        "number * adapter.of(layer)",
+        "0 * adapter.of(layer)",
+        "tests/schedule/test_tune.py -k by_hand",
+    ),
+    Mutation(
+        "Auto forgets the host",
+        "lightning_d9d/schedule/tune.py",
+        "max(1.0, host[rank] / device[rank])",
+        "1.0",
+        "tests/schedule/test_tune.py -k slower",
     ),
 ]
 
