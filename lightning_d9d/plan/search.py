@@ -40,8 +40,8 @@ def search(
     Meshes are powers of two: up to 16 stages, shards and expert ranks within a node, two nodes, or all data ranks. They
     are compared under 1F1B with microbatches of one row, without waits for the host, as larger microbatches have fewer.
     The best of them are then tried with all schedules and other microbatches. The best of these are tried with all
-    kinds of recomputation and, if the optimizer has them, states in eight bits, which are also tried with a mesh that
-    does not fit otherwise. Tensor and context parallelism, and the dispatch of experts, stay as configured.
+    kinds of recomputation, and with states in eight bits if the optimizer has them. These are also tried with a mesh
+    that does not fit otherwise. Tensor and context parallelism, and the dispatch of experts, stay as configured.
 
     Args:
         model: The description; its rows are those of a step on all its ranks.

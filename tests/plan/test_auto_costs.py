@@ -15,7 +15,7 @@ from lightning_d9d.plan import MachineTable, Plan, machine_of, plan
 from lightning_d9d.schedule import Auto, Choice, HostSeconds
 
 ROWS, TOKENS, GIB = 8, 4096, 2**30
-MACHINE = dataclasses.replace(machine_of("h100"), sparse_host_seconds=None)
+MACHINE = dataclasses.replace(machine_of("h100"), sparse_host_seconds=None, step_host_seconds=0.0)
 CASES: dict[str, tuple[dict[str, int], str]] = {
     "shards and experts": ({"pipeline_parallel": 2, "data_parallel_shard": 4, "expert_parallel": 4}, "none"),
     "recomputed": ({"pipeline_parallel": 2, "data_parallel_shard": 4, "expert_parallel": 4}, "full"),

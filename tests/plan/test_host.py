@@ -27,6 +27,7 @@ MACHINE = replace(
     dense_host_seconds=HostSeconds(*[0.5] * 4),
     linear_adapter_host_seconds=HostSeconds(0.01, 0.02, 0.03, 0.04),
     experts_adapter_host_seconds=HostSeconds(0.1, 0.2, 0.3, 0.4),
+    step_host_seconds=0.0,
 )
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -61,6 +62,13 @@ def test_a_step_takes_as_long_as_the_host(recompute: str, seconds: int) -> None:
     assert f"limited by the host: it needs {seconds:.3f} s" in str(found)
     assert "waiting for the host to launch" in page_of(found)
     assert json.loads(json.dumps(found.to_dict()))["limited_by"] == "host"
+
+
+def test_all_else_of_a_step_is_launched_once() -> None:
+    table = replace(MACHINE, step_host_seconds=1.5)
+    found = plan(Qwen3MoePretraining(preset="30b-a3b"), D9DStrategy(num_microbatches=2), 1, table, rows=2, tokens=128)
+    assert found.timed.host_seconds == 2 * 48 + 1.5
+    assert found.step_seconds == pytest.approx(2 * 48 + 1.5 + found.timed.seconds.update)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +132,13 @@ def test_blocks_that_are_compiled_or_captured_are_not_known(setting: str) -> Non
 
 def test_a_device_that_is_slower_hides_the_host() -> None:
     strategy, module = D9DStrategy(), Qwen3MoePretraining(preset="30b-a3b")
-    known = plan(module, strategy, 1, "h100", rows=8, tokens=4096)
-    unknown = replace(machine_of("h100"), sparse_host_seconds=None)
-    assert known.timed.host_seconds == pytest.approx(48 * machine_of("h100").sparse_host_seconds.none)  # type: ignore[union-attr]
+    table = machine_of("h100")
+    known = plan(module, strategy, 1, table, rows=8, tokens=4096)
+    unknown = replace(table, sparse_host_seconds=None)
+    assert table.sparse_host_seconds is not None
+    assert known.timed.host_seconds == pytest.approx(48 * table.sparse_host_seconds.none + table.step_host_seconds)
     assert known.step_seconds == plan(module, strategy, 1, unknown, rows=8, tokens=4096).step_seconds
-    assert "limited by the device: the host needs 0.384 s to launch" in str(known)
+    assert "limited by the device: the host needs 0.268 s to launch" in str(known)
 
 
 def test_a_search_takes_larger_microbatches() -> None:

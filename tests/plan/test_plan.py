@@ -87,9 +87,9 @@ def test_a_search_varies_experts_recomputation_and_states() -> None:
     module, strategy = of(MeshConfig(data_parallel_replicate=-1), torch.bfloat16)
     model = rank_model(module, strategy, 2, rows=4, tokens=4096, gpus_per_node=8)
     costs = costs_of_length(module, "bf16-true")
-    plans = search(model, machine_of("h200"), costs, lambda stages: layers_of(module, 48, stages))
-    assert {each.model.mesh.expert_parallel for each in plans} == {2}
-    assert {each.model.dispatch for each in plans} == {"all_to_all", "peer"}
+    plans = search(model, machine_of("h200"), costs, lambda stages: layers_of(module, 48, stages), most=20)
+    assert plans[0].model.mesh.expert_parallel == 2
+    assert {each.model.dispatch for each in plans} >= {"all_to_all", "peer"}
     assert {each.model.has_eight_bits for each in plans} == {False, True}
     assert len({each.model.parallel.recompute for each in plans}) > 3
     for each in plans:

@@ -7,8 +7,8 @@ that a graph can be captured. After the time limit a bit of the state is set, an
 [Note: two regions] Exchanges take turns with two regions of the memory. A rank writes for exchange e + 2 after it has
 seen all flags of e + 1. The others set these after they have read exchange e. So each exchange needs only one wait.
 
-[Note: turns] Received rows are sorted by the rank that sent them. Sums go back to these ranks in turns, so that no link
-idles while others are busy, nor all links while sums go to the rank itself.
+[Note: turns] Received rows are sorted by the rank that sent them. Sums go back to these ranks in turns. Else one
+link would be busy at a time, and none while sums stay on the rank.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
