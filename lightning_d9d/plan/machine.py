@@ -75,7 +75,7 @@ class MachineTable:
     experts_adapter_host_seconds: HostSeconds | None = None
     """The seconds that each adapter of a weight of experts adds to its block; None counts nothing."""
     step_host_seconds: float = 0.0
-    """The host's seconds for all else of a step: data, hooks, embedding, head, clipping and update. 0 counts nothing."""
+    """The host's seconds for all else of a step: data, hooks, head, clipping and update. 0 counts nothing."""
     launch_seconds: float = 0.0
     """Measured seconds of the host to launch a kernel, for information only; 0 if not measured."""
     source: str

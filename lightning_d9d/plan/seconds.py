@@ -75,7 +75,7 @@ class Timed:
     links: dict[str, tuple[float, float]]
     """The bytes that the busiest rank sends over each link, and their seconds without anything beside them."""
     host_seconds: float | None
-    """The seconds of the busiest rank's host for a step; None if the machine table does not have those of its blocks."""
+    """The seconds of the busiest rank's host for a step; None if the machine table does not have them."""
 
     @property
     def is_limited_by_host(self) -> bool:

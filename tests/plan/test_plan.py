@@ -79,23 +79,30 @@ def test_a_search_returns_what_fits_and_is_as_fast_as_said() -> None:
 def test_a_search_varies_experts_recomputation_and_states() -> None:
     """Each found plan is that of its own settings, also after a variant had no room for the memory of peers."""
 
-    def of(mesh: MeshConfig, dtype: torch.dtype, recompute: str = "none") -> tuple[Qwen3MoePretraining, D9DStrategy]:
-        module = Qwen3MoePretraining(preset="30b-a3b", optimizer=partial(StochasticAdamW, lr=1e-5, state_dtype=dtype))
-        sync, parallel = GradSyncConfig(dtype="bfloat16"), ParallelConfig(recompute=recompute)
-        return module, D9DStrategy(mesh=mesh, grad_sync=sync, parallel=parallel)
+    def module(dtype: torch.dtype) -> Qwen3MoePretraining:
+        return Qwen3MoePretraining(preset="30b-a3b", optimizer=partial(StochasticAdamW, lr=1e-5, state_dtype=dtype))
 
-    module, strategy = of(MeshConfig(data_parallel_replicate=-1), torch.bfloat16)
-    model = rank_model(module, strategy, 2, rows=4, tokens=4096, gpus_per_node=8)
-    costs = costs_of_length(module, "bf16-true")
-    plans = search(model, machine_of("h200"), costs, lambda stages: layers_of(module, 48, stages), most=20)
+    sync, costs = GradSyncConfig(dtype="bfloat16"), costs_of_length(module(torch.bfloat16), "bf16-true")
+    strategy = D9DStrategy(mesh=MeshConfig(data_parallel_replicate=-1), grad_sync=sync)
+    model = rank_model(module(torch.bfloat16), strategy, 2, rows=4, tokens=4096, gpus_per_node=8)
+    layers = partial(layers_of, module(torch.bfloat16), 48)
+    plans = search(model, machine_of("h200"), costs, layers, most=20)
     assert plans[0].model.mesh.expert_parallel == 2
     assert {each.model.dispatch for each in plans} >= {"all_to_all", "peer"}
     assert {each.model.has_eight_bits for each in plans} == {False, True}
     assert len({each.model.parallel.recompute for each in plans}) > 3
     for each in plans:
-        dtype = torch.uint8 if each.model.has_eight_bits else torch.bfloat16
-        own = plan(*of(each.model.mesh, dtype, each.model.parallel.recompute), 2, "h200", rows=4, tokens=4096)
-        assert (own.step_seconds, own.most.needed) == (each.step_seconds, each.most.needed), name_of(each)
+        found, dtype = each.model, torch.uint8 if each.model.has_eight_bits else torch.bfloat16
+        own = D9DStrategy(
+            mesh=found.mesh,
+            schedule=found.schedule,
+            num_microbatches=found.num_microbatches,
+            parallel=ParallelConfig(recompute=found.parallel.recompute),
+            grad_sync=sync,
+        )
+        rows = found.rows * found.num_microbatches
+        again = plan(module(dtype), own, 2, "h200", rows=rows, tokens=4096)
+        assert (again.step_seconds, again.most.needed) == (each.step_seconds, each.most.needed), name_of(each)
     settings = settings_of(next(each for each in plans if each.model.has_eight_bits))
     assert settings["model"] == {"init_args": {"optimizer": {"init_args": {"state_dtype": "uint8"}}}}
 
