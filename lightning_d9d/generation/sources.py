@@ -12,6 +12,7 @@ from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY, Qwen3MoePretraining
+from lightning_d9d.paths import check_directory, is_path, missing
 from lightning_d9d.state import DTYPE_NAMES
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.places import place_of
@@ -108,6 +109,16 @@ def _stored_dtype(source: str | Path) -> torch.dtype:
     return next((dtype for dtype in DTYPE_NAMES if str(dtype) == f"torch.{name}"), torch.float32)
 
 
+def check_tokenizer_path(name: str) -> None:
+    """Refuse the name of a tokenizer that must be a directory, and does not exist. Local.
+
+    Raises:
+        ConfigError: The directory does not exist.
+    """
+    if name != BYTES and is_path(name):
+        check_directory("tokenizer", name, "give another directory, or a name on Hugging Face's hub")
+
+
 def pretrained_tokenizer(name: str) -> Any:
     """Read a Hugging Face tokenizer. Local.
 
@@ -117,25 +128,16 @@ def pretrained_tokenizer(name: str) -> Any:
     Raises:
         ConfigError: The tokenizer does not exist, or `transformers` is not installed.
     """
-    if _is_path(name) and not os.path.exists(name):
-        raise ConfigError(
-            f"the tokenizer {name!r} is a directory that does not exist; give another one, or a name on Hugging Face's "
-            "hub"
-        )
+    check_tokenizer_path(name)
     try:
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]: an extra
     except ImportError as error:
-        raise ConfigError(f"the tokenizer {name!r} needs transformers: pip install 'lightning-d9d[hf]'") from error
+        raise ConfigError(f"tokenizer={name!r} needs transformers: pip install 'lightning-d9d[hf]'") from error
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the tokenizer {name!r} cannot be read: {str(error).splitlines()[0]}") from error
-
-
-def _is_path(name: str) -> bool:
-    """Return whether a name cannot be on the Hub, or its first part is a folder here."""
-    folder, _, rest = name.partition("/")
-    return name.startswith((".", "~")) or "/" in rest or (bool(rest) and os.path.isdir(folder)) or not folder
+        tail = "" if os.path.exists(name) else f"; {missing(name)}"
+        raise ConfigError(f"tokenizer={name!r} cannot be read: {str(error).splitlines()[0]}{tail}") from error
 
 
 def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tokenizer:

@@ -87,11 +87,13 @@ def test_last_and_auto(
         f"error: --ckpt_path last: no last*.ckpt is in {saved}; give the path of a checkpoint, or begin without one by "
         "--ckpt_path auto"
     )
+    assert run(monkeypatch, *fit, "--ckpt_path", "auto", "--model.pretrained", "nowhere") == 2
     assert not saved.exists()
     assert run(monkeypatch, *fit, "--ckpt_path", "auto") == 0
     assert open_directory(saved / "last.ckpt", alone=True).values["global_step"] == 2
     for wanted, steps in (("auto", "4"), ("last", "6")):
-        assert run(monkeypatch, *fit, "--ckpt_path", wanted, "--trainer.max_steps", steps) == 0
+        more = ("--trainer.max_steps", steps, "--model.pretrained", "nowhere")  # which a resumed run does not read
+        assert run(monkeypatch, *fit, "--ckpt_path", wanted, *more) == 0
         assert f"Restored all states from the checkpoint at {saved / 'last'}" in caplog.text
         caplog.clear()
     assert run(monkeypatch, "validate", "--config", "run.yaml", "--ckpt_path", "auto", "--trainer.callbacks", "[]") == 2
