@@ -117,7 +117,7 @@ def main() -> None:
         options,
         [
             Interruption(step=options.max_steps),
-            TextSample(num_characters=min(200, 4 * options.max_steps)),
+            TextSample(num_tokens=min(200, 4 * options.max_steps)),
             HuggingFaceExport(options.output / "huggingface", overwrite=True),
         ],
         resume_from=options.output / "checkpoints" / "last.ckpt",

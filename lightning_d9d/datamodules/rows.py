@@ -50,7 +50,7 @@ class RowsDataModule(L.LightningDataModule):
     """
 
     tokenizer: Any = None
-    """What makes tokens of text: a directory, a name that `transformers` knows, "bytes" or an object. None: unknown."""
+    """A directory, a name that `transformers` knows, "bytes", or a tokenizer object; None if it is unknown."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from lightning_d9d.strategy.checkpoint_files import is_checkpoint, read_value
 from lightning_d9d.strategy.trained_only import BASE, check_base_given
 
 BYTES = "bytes"
-_NUM_BYTES = 256
+NUM_BYTES = 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -48,7 +48,7 @@ class ByteTokenizer:
 
         Tokens that are not bytes, and bytes that are not UTF-8, become replacement characters.
         """
-        return b"".join(bytes([t]) if t < _NUM_BYTES else b"\xff" for t in tokens).decode(errors="replace")
+        return b"".join(bytes([t]) if t < NUM_BYTES else b"\xff" for t in tokens).decode(errors="replace")
 
 
 def load_model(
@@ -157,7 +157,7 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
         beside = Path(source)
         if any((beside / file).is_file() for file in TOKENIZER_FILES):
             name = str(beside)
-        elif vocab_size == _NUM_BYTES:
+        elif vocab_size == NUM_BYTES:
             name = BYTES
         else:
             raise ConfigError(
@@ -165,7 +165,7 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
                 "directory, a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
             )
     if name == BYTES:
-        if vocab_size < _NUM_BYTES:
+        if vocab_size < NUM_BYTES:
             raise ConfigError(f"a model of vocab_size={vocab_size} has no token for each byte; give its own tokenizer")
         return ByteTokenizer()
     tokenizer = pretrained_tokenizer(name)

@@ -272,7 +272,7 @@ IN_THE_FILE = {
     ),
     ("context_length", "context_lenght"): (
         "run.yaml, line 21: TextSample has no option 'context_lenght'; did you mean 'context_length'?\n"
-        "TextSample takes prompt, num_characters, temperature, context_length, seed\n"
+        "TextSample takes prompt, num_tokens, temperature, context_length, seed, tokenizer\n"
     ),
     (
         "batch_size: 8",
