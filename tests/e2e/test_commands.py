@@ -63,7 +63,7 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     leftover = tmp_path / "checkpoints" / "last.ckpt"
     leftover.parent.mkdir()
     leftover.write_text("of an earlier run")
-    options = ("--max_steps", "5", "--output", str(tmp_path))
+    options = ("--max_steps", "5", "--num_tokens", str(NUM_TOKENS), "--output", str(tmp_path))
     script = "examples.qwen3_moe.quickstart"
     result = run_command(*options, folder=EXAMPLES.parents[1], variables={}, module=script, seconds=TIMEOUT_SECONDS)
     assert result.returncode == 0, result.stderr
@@ -71,7 +71,7 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "training starts at step 0 of 5",
         "interrupted at step 4",
         "training starts at step 4 of 5",
-        "--- 20 generated tokens ---",
+        f"--- {NUM_TOKENS} generated tokens ---",
         "steps 5, ",
         "unigram entropy 3.",
     ]
