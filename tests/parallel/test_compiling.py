@@ -52,7 +52,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_tensors_close(actual, expected)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "every_2"])
+@pytest.mark.parametrize("recompute", ["none", "full", "every_2", "3_of_4", "offload"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_losses_and_gradients_are_those_of_the_model(recompute: str, split: bool) -> None:
     (model, inputs), (compiled, same_inputs) = make_qwen3(), make_qwen3()
