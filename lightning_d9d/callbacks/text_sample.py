@@ -49,7 +49,7 @@ class TextSample(L.Callback):
         self._loaded: Tokenizer | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raise `ConfigError` before the training if there is no Qwen3-MoE to generate with, or no tokenizer."""
+        """Raise `ConfigError` before the training if the module holds no Qwen3-MoE, or the tokenizer is unknown."""
         vocab_size = qwen3_moe_stages(pl_module, self)[0].config.vocab_size
         data = getattr(trainer, "datamodule", None)
         self._loaded = self._load(getattr(data, "tokenizer", None), vocab_size, type(data).__name__ if data else None)
@@ -96,10 +96,11 @@ class TextSample(L.Callback):
         if given is None and vocab_size == NUM_BYTES:
             given = BYTES
         if given is None:
+            why = f"{data} names none" if data else "no data module is given"
             raise ConfigError(
-                f"TextSample has no tokenizer to write the text of a model of vocab_size={vocab_size}: "
-                f"{f'{data} has none' if data else 'there is no data module'}. Give TextSample tokenizer: a directory, "
-                "a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
+                f"TextSample has no tokenizer to write the text of a model of vocab_size={vocab_size}: {why}. Give "
+                "TextSample tokenizer: a directory, a name on Hugging Face's hub, or 'bytes' for a model that was "
+                "trained on bytes"
             )
         return load_tokenizer(given, "", vocab_size) if isinstance(given, str) else given
 

@@ -49,16 +49,16 @@ def _resolve_sampler(
     shuffle: bool,
     mode: RunningStage | None = None,
 ) -> Sampler[Any]:
-    if mode not in _EVALUATIONS or not connector._requires_distributed_sampler(dataloader):
+    if mode is None or mode not in _EVALUATIONS or not connector._requires_distributed_sampler(dataloader):
         return type(connector)._resolve_sampler(connector, dataloader, shuffle=shuffle, mode=mode)
     sampler: Any = dataloader.sampler
     num_rows = len(sampler)
     if may_differ and num_rows >= num_ranks:
-        is_simple = isinstance(sampler, RandomSampler | SequentialSampler)
-        kind = UnrepeatedDistributedSampler if is_simple else UnrepeatedDistributedSamplerWrapper
         shuffles = shuffle and not connector.trainer.overfit_batches
-        kwargs = connector.trainer.distributed_sampler_kwargs
-        return kind(dataloader.dataset if is_simple else sampler, shuffle=shuffles, **kwargs)
+        options = {**connector.trainer.distributed_sampler_kwargs, "shuffle": shuffles}
+        if isinstance(sampler, RandomSampler | SequentialSampler):
+            return UnrepeatedDistributedSampler(dataloader.dataset, **options)
+        return UnrepeatedDistributedSamplerWrapper(sampler, **options)
     if num_repeated := -num_rows % num_ranks:
         remedy = (
             f"give at least {num_ranks} rows"

@@ -108,5 +108,5 @@ def check_base(base: Any, module: object, seed: int | None, source: object) -> N
     if theirs is None and None not in (seed, base["seed"]) and seed != base["seed"]:
         raise StateError(
             f"{source} has only trained parameters, on the initial weights of seed {base['seed']}, but this run has "
-            f"seed {seed}; set --seed_everything {base['seed']}, or call seed_everything({base['seed']}) in Python"
+            f"seed {seed}. Set --seed_everything {base['seed']}, or call seed_everything({base['seed']}) in Python"
         )

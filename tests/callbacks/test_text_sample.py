@@ -57,12 +57,12 @@ def rows(vocab_size: int) -> DataLoader:
 
 def test_what_is_missing_is_said_before_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
-        ConfigError, match=r"no tokenizer .* vocab_size=512: there is no data module\. Give TextSample "
+        ConfigError, match=r"no tokenizer .* vocab_size=512: no data module is given\. Give TextSample "
     ):
         fit(TextSample(), rows(512))
     (tmp_path / "tokens.bin").write_bytes(bytes(2 * 64))
     data = TokenDataModule(str(tmp_path / "tokens.bin"), sequence_length=4, batch_size=2, borders=False)
-    with pytest.raises(ConfigError, match=r"vocab_size=512: TokenDataModule has none"):
+    with pytest.raises(ConfigError, match=r"vocab_size=512: TokenDataModule names none"):
         fit(TextSample(), data)
     with pytest.raises(ConfigError, match=r"TextSample\(prompt=''\) has no tokens; give at least one"):
         fit(TextSample(prompt="", tokenizer="bytes"), data)

@@ -128,7 +128,7 @@ def test_a_checkpoint_of_adapters_names_the_options_that_it_needs(
         assert run(monkeypatch, *fit, *wrong, *resume) == 2
         [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert f"has only trained parameters, on the {'base' if not wrong else 'initial weights of seed 1'}" in error
-        assert f"; set {remedy}, or " in error
+        assert f"et {remedy}, or " in error
         assert run(monkeypatch, *fit, *remedy.split(), *resume) == 0
         assert open_directory("runs/saved/last.ckpt", alone=True).values["global_step"] == 4
         shutil.rmtree("runs")

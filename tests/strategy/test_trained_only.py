@@ -97,7 +97,7 @@ def test_ranks_go_on_exactly(rank: RankContext, tmp_path: Path, mode: str, mesh:
 def test_another_base_is_refused(tmp_path: Path, mode: str, monkeypatch: Any, capsys: Any) -> None:
     fit(tmp_path, mode, {})
     saved = tmp_path / "step=3.ckpt"
-    with pytest.raises(StateError, match=r"weights of seed 1, but this run has seed 2; set --seed_everything 1, or"):
+    with pytest.raises(StateError, match=r"weights of seed 1, but this run has seed 2. Set --seed_everything 1, or"):
         fit(tmp_path, mode, {}, seed=2, ckpt=saved)
     torch.manual_seed(2)
     with pytest.raises(StateError, match="initial weights of seed 1"):
