@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,7 +26,7 @@ from lightning_d9d.errors import ConfigError, StateError, did_you_mean, first_of
 if TYPE_CHECKING:
     from lightning_d9d.cli.training import D9DCLI
 
-__all__ = ["D9DCLI", "SUBCOMMANDS", "main"]
+__all__ = ["D9DCLI", "SUBCOMMANDS", "main", "program"]
 
 _TRAINING = ("lightning_d9d.cli.training", "run")
 
@@ -79,6 +80,20 @@ def main() -> None:
             raise
         sys.stderr.write(f"error: {first}\n")  # the rank that failed shows its traceback, this one has no part in it
         sys.exit(1)
+
+
+def program() -> None:
+    """Run `main` as the program of this process, and end it.
+
+    Python would free all that torch and Lightning have made, which takes a second. A plan leaves that to the system.
+    """
+    is_plan = sys.argv[1:2] == ["plan"]
+    main()
+    if is_plan:
+        with suppress(OSError):  # which Python reports as it ends
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 def refuse(message: str) -> NoReturn:

@@ -2,8 +2,8 @@
 
 import sys
 
-from lightning_d9d.cli import main
+from lightning_d9d.cli import program
 
 if __name__ == "__main__":
     sys.argv[0] = "lightning-d9d"  # the name in usage
-    main()
+    program()

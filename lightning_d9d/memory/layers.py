@@ -18,7 +18,7 @@ from lightning_d9d.ops.peer_memory import PeerLayout
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.schedule.layers import LayerCosts, ModelCosts, Moment
 
-_UNSCALED = ("weight_bytes", "copied_bytes")
+_UNSCALED = ("weight_bytes", "copied_bytes", "linear_adapters", "experts_adapters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,12 @@ class Microbatch:
         base = [each for each in weights if each.part is not Part.ADAPTERS]
         if not all(each.is_trained for each in base if len(each.shape) > 1):
             costs = frozen(costs, has_adapters=len(base) < len(weights))
-        own = scaled(costs, self.rows)
+        of_experts = [weight.cut is Cut.EXPERTS for weight in weights if weight.is_adapter]
+        own = replace(
+            scaled(costs, self.rows),
+            linear_adapters=of_experts.count(False) / 2,  # an adapter has two matrices
+            experts_adapters=of_experts.count(True) / 2,
+        )
         if tp > 1:
             gathers = 1 if own.grouped_flops else 2
             more = gathers * (tp - 1) * own.output_bytes

@@ -93,17 +93,21 @@ def state_bytes(optimizer: Optimizer, *, eight_bits: bool = False) -> int | None
     )
 
 
-def states_of(optimizer: Optimizer) -> Callable[[Tensor], int] | None:
+def states_of(optimizer: Optimizer, *, eight_bits: bool = False) -> Callable[[Tensor], int] | None:
     """Return a function that counts the bytes of states for a tensor trained by an optimizer. Local.
 
     Args:
         optimizer: Its first group has the settings of states.
+        eight_bits: Count states of eight bits instead of those configured.
 
     Returns:
-        None for an optimizer that `state_bytes` does not know.
+        None for an optimizer that `state_bytes` does not know, or that has no states of eight bits.
     """
+    if eight_bits and type(optimizer) is not StochasticAdamW:
+        return None
     count = _STATES.get(type(optimizer))
-    return None if count is None else lambda tensor: count(tensor, optimizer.param_groups[0])
+    group = optimizer.param_groups[0] | ({"state_dtype": torch.uint8} if eight_bits else {})
+    return None if count is None else lambda tensor: count(tensor, group)
 
 
 def _of_adam(parameter: Tensor, group: Mapping[str, Any]) -> int:

@@ -55,6 +55,16 @@ class RankModel:
     """Consecutive ranks whose GPUs can write to each other's memory; 0 if none can. "auto" chooses a dispatch by it."""
     state_bytes: StateBytes = lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
     """Returns the bytes of the optimizer's states for a rank's part of a weight."""
+    eight_bit_state_bytes: StateBytes | None = None
+    """The same for states in eight bits; None if the optimizer has none."""
+    has_eight_bits: bool = False
+    """True if a search chose states in eight bits in place of those configured."""
+
+    def in_eight_bits(self) -> RankModel | None:
+        """Return the model with optimizer states in eight bits; None if there are none, or they are chosen already."""
+        if self.has_eight_bits or self.eight_bit_state_bytes is None:
+            return None
+        return replace(self, state_bytes=self.eight_bit_state_bytes, has_eight_bits=True)
 
     @property
     def accumulates(self) -> bool:

@@ -36,6 +36,7 @@ def microbatch_costs(model: RankModel, layer: LayerOfRank, *, is_head: bool = Fa
         state_bytes=float(weights + states + gradients.stays + sums + gathered),
         recomputed=_recomputed(layer),
         messages=_messages(sent),
+        is_launched=not (model.parallel.compile or model.parallel.cuda_graphs),
     )
 
 

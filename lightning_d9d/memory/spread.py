@@ -61,6 +61,8 @@ class Weight:
     num_heads: int = 0
     """The heads of keys and values, if it is split by heads."""
     is_trained: bool = True
+    is_adapter: bool = False
+    """True for either of an adapter's two matrices."""
 
     @functools.cached_property
     def numel(self) -> int:
@@ -198,6 +200,7 @@ _Rule = tuple[nn.Module, Part, Cut, int, int]
 def described_parameters(model: nn.Module) -> dict[nn.Parameter, Weight]:
     """Describe each parameter by the modules that own it; DTensors have the shape of the whole. Local."""
     found: dict[nn.Parameter, Weight] = {}
+    of_adapters = {p for each in model.modules() if isinstance(each, Adapter) for p in each.parameters()}
     inside = {part for moe in model.modules() if isinstance(moe, SparseMoE) for part in moe.modules()}
     adapters: list[_Rule] = [
         (each, Part.ADAPTERS, Cut.NOTHING, 0, 0)
@@ -210,7 +213,7 @@ def described_parameters(model: nn.Module) -> dict[nn.Parameter, Weight]:
             if parameter in found:
                 continue
             is_vector = parameter.dim() == 1 and dim == 1  # the bias of a layer whose inputs are cut
-            plain = _plain(parameter, part)
+            plain = _plain(parameter, part, is_adapter=parameter in of_adapters)
             found[parameter] = plain if is_vector else replace(plain, cut=cut, dim=dim, num_heads=heads)
     for parameter in model.parameters():
         found.setdefault(parameter, _plain(parameter, Part.NORMS if parameter.dim() == 1 else Part.OTHER))
@@ -252,9 +255,9 @@ def _rules(module: nn.Module, is_in_mixture: bool) -> list[_Rule]:
     return []
 
 
-def _plain(parameter: nn.Parameter, part: Part) -> Weight:
-    shape = tuple(parameter.shape)
-    return Weight(shape=shape, dtype=parameter.dtype, part=part, is_trained=parameter.requires_grad)
+def _plain(parameter: nn.Parameter, part: Part, *, is_adapter: bool = False) -> Weight:
+    shape, is_trained = tuple(parameter.shape), parameter.requires_grad
+    return Weight(shape=shape, dtype=parameter.dtype, part=part, is_trained=is_trained, is_adapter=is_adapter)
 
 
 class Spread:

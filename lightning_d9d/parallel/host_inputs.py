@@ -3,16 +3,21 @@
 [Note: copies beside the computation] A block's input is copied to pinned memory when its forward begins. Copies have a
 separate stream, which waits for the stream that computed the input. When a backward reaches a block, its input is
 copied back. The copy for the previous block begins then, and continues while this block is recomputed. So two inputs
-are on the device at a time, and only the copy for a batch's last block is waited for. Memory that both streams use is
-reused when both are done with it.
+are on the device at a time, and only the copy for a batch's last block is waited for.
+
+[Note: memory of copies] At the end of a block's forward the computing stream waits for the copy of its input. The copy
+began with the forward. In a backward it waits for an input before it reads it. So copies are done before the
+computing stream can use freed memory again, and the host may launch as far ahead as it likes. `record_stream` would
+also be safe. But the host frees an input long before the device has copied it. Until then torch's allocator does not
+use its block again, nor join it with free neighbours, and takes new memory instead.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,17 +39,25 @@ class _Waiting:
         self._arrived: torch.cuda.Event | None = None
         self._was_taken = False
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self._copy(tensor, self._host)
+        self._sent = self._copy(tensor, self._host)
+
+    def __del__(self) -> None:
+        if self._back is not None and self._back.is_cuda:  # nobody waits for its copy, which still writes
+            self._back.record_stream(_stream_of_copies(self._device))
+
+    def release(self) -> None:
+        """Make the current stream wait until the tensor is sent. Then its memory on the device may be used again."""
+        self._wait_for(self._sent)
+        self._sent = None
 
     def take(self) -> Tensor:
         """Return the tensor on its device, and begin to copy back the one that is needed next."""
         back = self._begin()
-        arrived, self._back, self._arrived, self._was_taken = self._arrived, None, None, True
+        self._wait_for(self._arrived)
+        self._back, self._arrived, self._was_taken = None, None, True
         before = None if self._before is None else self._before()
         if before is not None and not before._was_taken:  # as a block's other input may be
             before._begin()
-        if arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrived)
         return back
 
     def _begin(self) -> Tensor:
@@ -62,10 +75,13 @@ class _Waiting:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            (source if source.is_cuda else target).record_stream(stream)
             event = torch.cuda.Event()
             event.record(stream)
         return event
+
+    def _wait_for(self, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
 
 @functools.cache
@@ -77,7 +93,8 @@ _latest: weakref.ref[_Waiting] | None = None
 """The tensor that was sent last."""
 
 
-def inputs_on_host(inputs: Collection[object]) -> AbstractContextManager[object]:
+@contextmanager
+def inputs_on_host(inputs: Collection[object]) -> Generator[None]:
     """Keep the inputs of a checkpoint in the block in host memory. See [Note: copies beside the computation].
 
     Args:
@@ -85,8 +102,7 @@ def inputs_on_host(inputs: Collection[object]) -> AbstractContextManager[object]
             blocks share, stay.
     """
     sent = {each.untyped_storage().data_ptr() for each in inputs if type(each) is Tensor and each.requires_grad}
-    if not sent:
-        return nullcontext()
+    copies: list[_Waiting] = []
 
     def pack(tensor: Tensor) -> Tensor | _Waiting:
         global _latest
@@ -94,9 +110,16 @@ def inputs_on_host(inputs: Collection[object]) -> AbstractContextManager[object]
             return tensor
         waiting = _Waiting(tensor.detach(), _latest)
         _latest = weakref.ref(waiting)
+        copies.append(waiting)
         return waiting
 
     def unpack(packed: Tensor | _Waiting) -> Tensor:
         return packed.take() if isinstance(packed, _Waiting) else packed
 
-    return saved_tensors_hooks(pack, unpack)
+    if not sent:
+        yield
+        return
+    with saved_tensors_hooks(pack, unpack):
+        yield
+    while copies:  # `inputs` are alive until here
+        copies.pop().release()

@@ -3,14 +3,13 @@
 `lightning_d9d.memory` has the arithmetic of memory and traffic, which the strategy's check uses, too.
 """
 
-from lightning_d9d.plan.machine import HostSeconds, MachineTable, machine_of, shipped
+from lightning_d9d.plan.machine import MachineTable, machine_of, shipped
 from lightning_d9d.plan.measure import Sizes, measure
 from lightning_d9d.plan.page import write_page
 from lightning_d9d.plan.planning import Plan, RankPlan, plan, plan_of
 from lightning_d9d.plan.search import search
 
 __all__ = [
-    "HostSeconds",
     "MachineTable",
     "Plan",
     "RankPlan",

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from lightning_d9d.errors import ConfigError, did_you_mean, reason
 from lightning_d9d.memory import GPU_OVERHEAD
-from lightning_d9d.memory.layers import LayerOfRank
-from lightning_d9d.schedule import Machine
+from lightning_d9d.schedule import HostSeconds, Machine
+from lightning_d9d.schedule.layers import HOST_SECONDS, check_host_seconds
 
 _SHIPPED = Path(__file__).with_name("machines.json")
 
@@ -23,37 +23,6 @@ class AttentionRate(NamedTuple):
     tokens: int
     forward_flops: float
     backward_flops: float
-
-
-class HostSeconds(NamedTuple):
-    """Seconds of the host to launch forward and backward of a block in a microbatch, by `ParallelConfig.recompute`.
-
-    The number of tokens does not matter.
-    """
-
-    none: float
-    attention: float
-    selective: float
-    full: float
-
-    def of(self, layer: LayerOfRank) -> float:
-        """Return the seconds of a layer. Local."""
-        match layer.recompute:
-            case "attention":
-                return self.attention
-            case "selective":
-                return self.selective
-        return self.full if layer.is_recomputed else self.none
-
-
-SPARSE_HOST_SECONDS = HostSeconds(none=0.008, attention=0.015, selective=0.015, full=0.015)
-"""The host's seconds for a block with experts, of tables that do not have their own.
-
-They are steps with few tokens on a machine with one H200, on 27 November 2026, divided by the number of blocks. It was
-7.8 to 9.6 ms with "none", 14.7 to 18.5 ms with "full", and 14.6 to 22.9 ms with "selective". Another block took 8.4,
-15.4 and 21.3 ms more, from two to six blocks on a second machine. All else of a step took 8 to 15 ms, which does not
-count. Then operators went past Python's handler of "selective", and steps of six blocks took 50, 71 and 84 ms in all.
-"attention" is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +66,14 @@ class MachineTable:
     """The time that computation loses beside messages of weights and gradients, as a share of the messages' time."""
     attention_by_tokens: tuple[AttentionRate, ...] = ()
     """Rates of attention by the length of a row. The nearest length replaces the two rates above."""
-    sparse_host_seconds: HostSeconds | None = SPARSE_HOST_SECONDS
+    sparse_host_seconds: HostSeconds | None = None
     """The host's seconds for a block with experts, neither compiled nor captured; None if not known."""
     dense_host_seconds: HostSeconds | None = None
     """The same for a block without experts."""
+    linear_adapter_host_seconds: HostSeconds | None = None
+    """The seconds that each adapter of a linear layer adds to its block; None counts nothing."""
+    experts_adapter_host_seconds: HostSeconds | None = None
+    """The seconds that each adapter of a weight of experts adds to its block; None counts nothing."""
     launch_seconds: float = 0.0
     """Measured seconds of the host to launch a kernel, for information only; 0 if not measured."""
     source: str
@@ -112,11 +85,7 @@ class MachineTable:
         object.__setattr__(
             self, "attention_by_tokens", tuple(AttentionRate(*each) for each in self.attention_by_tokens)
         )
-        for name in ("sparse_host_seconds", "dense_host_seconds"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, HostSeconds(*given))
-                if not all(isinstance(each, int | float) and 0 < each < math.inf for each in given):
-                    raise ConfigError(f"a machine's {name}={given!r} must be numbers above 0")
+        check_host_seconds(self)
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type in ("float", "int"):
@@ -158,6 +127,7 @@ class MachineTable:
             network_bytes_per_second=self.network_bytes,
             host_share=self.host_share,
             wait_seconds=self.wait_seconds,
+            **{name: getattr(self, name) for name in HOST_SECONDS},
         )
 
     def rates_for(self, tokens: int) -> Machine:
@@ -227,7 +197,15 @@ def machine_of(gpu: str | MachineTable, *, gpus_per_node: int | None = None) -> 
 def _read(path: Path) -> dict[str, MachineTable]:
     try:
         content: dict[str, dict[str, Any]] = json.loads(path.read_text())
-        return {name: MachineTable(**values) for name, values in content.items()}
+        return {name: MachineTable(**_with_host_seconds(values)) for name, values in content.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         what = reason(error) if isinstance(error, OSError) else error
         raise ConfigError(f"{path} is not a table of a machine: {what}; see MachineTable.save") from error
+
+
+def _with_host_seconds(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a table's values, with the H200's in place of missing seconds of the host, which are listed as such."""
+    of_h200 = json.loads(_SHIPPED.read_text())["h200"]
+    missing = [name for name in HOST_SECONDS if values.get(name) is None]
+    unmeasured = dict.fromkeys((*values.get("not_measured", ()), *missing))
+    return values | {name: of_h200[name] for name in missing} | {"not_measured": tuple(unmeasured)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -23,12 +23,14 @@ from torch import Tensor
 from lightning_d9d.memory.traffic import share_sent
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeModel
+from lightning_d9d.modules.adapters import Adapter, ExpertsAdapter, LinearAdapter
 from lightning_d9d.ops import attention, grouped_gemm
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.recompute import recompute_activations
+from lightning_d9d.peft import LoRA, inject
 from lightning_d9d.pipeline.types import StageInfo
-from lightning_d9d.plan.machine import AttentionRate, HostSeconds, MachineTable, shipped
-from lightning_d9d.schedule.layers import ATTENTION_BACKWARD
+from lightning_d9d.plan.machine import AttentionRate, MachineTable, shipped
+from lightning_d9d.schedule.layers import ATTENTION_BACKWARD, HOST_SECONDS, HostSeconds
 
 _SOME_LAUNCHES = 200
 _SOME_MESSAGES = 4
@@ -36,7 +38,7 @@ _FEW_TOKENS = 128
 _RATES = (
     *("memory_gib", "peak_flops", "linear_flops", "grouped_flops", "attention_forward_flops"),
     *("attention_backward_flops", "copy_bytes", "node_link_bytes", "network_bytes", "latency", "action_seconds"),
-    *("host_share", "wait_seconds", "message_slowdown", "sparse_host_seconds", "dense_host_seconds"),
+    *("host_share", "wait_seconds", "message_slowdown", *HOST_SECONDS),
 )
 """The fields of a table that are rates; a table lists those that were not measured."""
 
@@ -58,6 +60,8 @@ class Sizes:
     """Lengths of rows for attention; a batch has `tokens` tokens, or one row."""
     copy_bytes: int = 2**30
     message_bytes: int = 2**28
+    blocks: int = 4
+    """Blocks of a tiny model that the host launches."""
     dtype: torch.dtype = torch.bfloat16
     repeats: int = 10
 
@@ -196,35 +200,93 @@ def launch(device: torch.device) -> Measured:
     return Measured("launch", min(found))
 
 
-def host_seconds(device: torch.device, preset: Literal["tiny", "tiny-dense"], repeats: int = 10) -> dict[str, Measured]:
-    """Measure the host's time to launch forward and backward of a block, by kind of recomputation. Local.
+@dataclass(frozen=True)
+class HostBlocks:
+    """Blocks of a tiny model, which launch as many kernels as those of a large one."""
 
-    Kernels are so small that the device waits for the host, and the time to wait for the device does not count.
+    preset: Literal["tiny", "tiny-dense"]
+    """The model, with experts or without."""
+    has_adapters: bool
+    """True if all projections and experts have adapters, beside frozen weights."""
+
+    @property
+    def name(self) -> str:
+        """Its name in tables."""
+        return f"{self.preset} with adapters" if self.has_adapters else self.preset
+
+    def build(self, device: torch.device, number: int) -> Qwen3MoeModel:
+        """Build so many blocks, without embedding and head."""
+        config = Qwen3MoeConfig.preset(self.preset)
+        blocks = Qwen3MoeModel(config, StageInfo(1, 3, range(number))).to(device, torch.bfloat16)
+        if self.has_adapters:
+            inject(blocks, LoRA())
+        return blocks
+
+    def num_adapters(self, kind: type[Adapter]) -> int:
+        """Return the number of adapters of a kind in a block."""
+        return sum(isinstance(part, kind) for part in self.build(torch.device("meta"), 1).modules())
+
+
+SPARSE, ADAPTED_SPARSE = HostBlocks("tiny", False), HostBlocks("tiny", True)
+DENSE, ADAPTED_DENSE = HostBlocks("tiny-dense", False), HostBlocks("tiny-dense", True)
+
+
+def host_seconds(device: torch.device, repeats: int = 10, blocks: int = 4) -> dict[HostBlocks, dict[str, Measured]]:
+    """Measure the host's time to launch forward and backward of a block, by kind of block and recomputation. Local.
+
+    Kernels are so small that the device waits for the host, and the time to wait for the device does not count. The
+    kinds take turns: whatever else slows the host then slows all of them alike.
 
     Args:
         device: The device that computes.
-        preset: The model whose blocks are taken, with experts or without.
-        repeats: Number of timed calls; the median counts.
+        repeats: Number of timed calls of each; the median counts.
+        blocks: Number of blocks in a call.
     """
-    config = Qwen3MoeConfig.preset(preset)
-    blocks = Qwen3MoeModel(config, StageInfo(1, 3, range(config.num_hidden_layers))).to(device, torch.bfloat16)
-    x = torch.randn(1, _FEW_TOKENS, config.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    built = {of: of.build(device, blocks) for of in (SPARSE, ADAPTED_SPARSE, DENSE, ADAPTED_DENSE)}
+    found = {(of, kind): list[float]() for of in built for kind in HostSeconds._fields}
+    for _ in range(2 + repeats):
+        for (of, kind), seconds in found.items():
+            recompute_activations(built[of], ParallelConfig(recompute=kind))
+            seconds.append(_launched(built[of], device))
+    return {
+        of: {
+            kind: Measured(f"host, a block of {of.name}, recompute {kind}", statistics.median(found[of, kind][2:]))
+            for kind in HostSeconds._fields
+        }
+        for of in built
+    }
 
-    def seconds() -> float:
-        blocks.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        result = blocks(hidden_states=x)["hidden_states"]
-        torch.autograd.backward(result, torch.ones_like(result))
-        return (time.perf_counter() - start) / config.num_hidden_layers
 
-    found = {}
-    for kind in HostSeconds._fields:
-        recompute_activations(blocks, ParallelConfig(recompute=kind))
-        timed = [seconds() for _ in range(2 + repeats)][2:]
-        found[kind] = Measured(f"host, a block of {preset}, recompute {kind}", statistics.median(timed))
-    return found
+def _launched(blocks: Qwen3MoeModel, device: torch.device) -> float:
+    """Return the seconds of the host for forward and backward of a block."""
+    x = torch.randn(1, _FEW_TOKENS, blocks.config.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    blocks.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = blocks(hidden_states=x)["hidden_states"]
+    torch.autograd.backward(result, torch.ones_like(result))
+    return (time.perf_counter() - start) / len(blocks.layers)
+
+
+def host_fields(measured: Mapping[HostBlocks, Mapping[str, Measured]]) -> dict[str, HostSeconds]:
+    """Return the fields of a machine table that `host_seconds` gives. Local.
+
+    An adapter of a linear layer adds its share of the difference between dense blocks. What such adapters do not
+    explain of the difference between blocks with experts is shared by the adapters of experts.
+    """
+    sparse, adapted_sparse, dense, adapted_dense = (
+        [measured[of][kind].seconds for kind in HostSeconds._fields]
+        for of in (SPARSE, ADAPTED_SPARSE, DENSE, ADAPTED_DENSE)
+    )
+    num_linear = ADAPTED_DENSE.num_adapters(LinearAdapter)
+    linear = [max(0.0, more - less) / num_linear for more, less in zip(adapted_dense, dense, strict=True)]
+    others, num_experts = (ADAPTED_SPARSE.num_adapters(kind) for kind in (LinearAdapter, ExpertsAdapter))
+    experts = [
+        max(0.0, more - less - others * each) / num_experts
+        for more, less, each in zip(adapted_sparse, sparse, linear, strict=True)
+    ]
+    return dict(zip(HOST_SECONDS, map(HostSeconds._make, (sparse, dense, linear, experts)), strict=True))
 
 
 def links(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[str, Measured]:
@@ -318,7 +380,7 @@ def measure(
     linear, grouped = list(products(sizes, device)), list(grouped_products(sizes, device))
     attended = list(attention_rates(sizes, device))
     copied, launched = copy(sizes, device), launch(device)
-    sparse, dense = host_seconds(device, "tiny", sizes.repeats), host_seconds(device, "tiny-dense", sizes.repeats)
+    hosted = host_seconds(device, sizes.repeats, sizes.blocks)
     rates = tuple(AttentionRate(length, _rate([f]), _rate([b])) for length, f, b in attended)
     values: dict[str, object] = {
         "device": name,
@@ -329,13 +391,12 @@ def measure(
         "attention_by_tokens": rates,
         "copy_bytes": copied.num_bytes / copied.seconds,
         "launch_seconds": launched.seconds,
-        "sparse_host_seconds": HostSeconds(**{kind: each.seconds for kind, each in sparse.items()}),
-        "dense_host_seconds": HostSeconds(**{kind: each.seconds for kind, each in dense.items()}),
+        **host_fields(hosted),
     }
     if is_gpu:
         values["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
     rows = [*linear, *grouped, *(each for _, f, b in attended for each in (f, b)), copied, launched]
-    rows += [*sparse.values(), *dense.values()]
+    rows += [each for of in hosted.values() for each in of.values()]
     if group is not None:
         of_kinds = links(sizes, device, group)
         gathered, small = of_kinds["all_gather"], of_kinds["small message"]

@@ -1,9 +1,9 @@
-"""A search over meshes, schedules, microbatches and recomputation for a number of ranks and a batch."""
+"""A search over meshes, schedules, microbatches, recomputation and optimizer states for some ranks and a batch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -18,10 +18,11 @@ from lightning_d9d.schedule import DualPipeV, Interleaved1F1B, ModelCosts, OneFo
 SCHEDULES: tuple[Schedule, ...] = (OneForwardOneBackward(), Interleaved1F1B(), ZeroBubbleV(), DualPipeV())
 """The schedules that are tried with several stages; meshes are chosen with the first of them."""
 RECOMPUTED = ("none", "every_2", "full")
-"""The kinds of recomputation that are tried."""
+"""The kinds of recomputation with which meshes are chosen."""
+_OTHER_KINDS = ("attention", "selective", "3_of_4", "offload")
 _MOST_STAGES = 16
-_BEST_MESHES = 6
-"""The meshes for which all schedules and numbers of microbatches are tried."""
+_BEST = 6
+"""The plans of which other schedules and microbatches are tried, and then other recomputation and states."""
 
 
 def search(
@@ -38,8 +39,9 @@ def search(
 
     Meshes are powers of two: up to 16 stages, shards and expert ranks within a node, two nodes, or all data ranks. They
     are compared under 1F1B with microbatches of one row, without waits for the host, as larger microbatches have fewer.
-    The best of them are then tried with all schedules and other microbatches. Tensor and context parallelism stay as
-    they are.
+    The best of them are then tried with all schedules and other microbatches. The best of these are tried with all
+    kinds of recomputation and, if the optimizer has them, states in eight bits, which are also tried with a mesh that
+    does not fit otherwise. Tensor and context parallelism, and the dispatch of experts, stay as configured.
 
     Args:
         model: The description; its rows are those of a step on all its ranks.
@@ -55,12 +57,15 @@ def search(
     """
     program = functools.cache(program_of)
 
-    def planned(tried: Iterator[RankModel]) -> list[Plan]:
+    def planned(tried: Iterable[RankModel]) -> list[Plan]:
+        # A variant of a plan without room for the memory of peers may have room.
+        models = [replace(each, gpus_per_node=model.gpus_per_node) for each in tried]
         return [
-            plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips, program=program) for each in tried
+            plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips, program=program) for each in models
         ]
 
     found = planned(meshes(model, machine.gpus_per_node, layers_of))
+    found += planned(_in_eight_bits(each.model for each in found if each.missing > 0))
     if not found:
         raise ConfigError(
             f"no mesh of {model.mesh.world_size} ranks divides {_rows(model)} rows of a step; give other rows"
@@ -73,8 +78,10 @@ def search(
             f"{nearest.missing / 2**30:.1f} GiB more. Give more ranks, fewer rows, or optimizer states of eight bits"
         )
     fitting.sort(key=lambda each: each.timed.seconds.without_host)
-    for best in fitting[:_BEST_MESHES]:
-        fitting += [each for each in planned(schedules(best.model, layers_of)) if each.missing <= 0]
+    for variants in (lambda best: schedules(best, layers_of), _kinds):
+        for best in fitting[:_BEST]:
+            fitting += [each for each in planned(variants(best.model)) if each.missing <= 0]
+        fitting.sort(key=_step_seconds)
     return sorted({name_of(each): each for each in fitting}.values(), key=_step_seconds)[:most]
 
 
@@ -82,12 +89,12 @@ def meshes(model: RankModel, gpus_per_node: int, layers_of: Callable[[int], Sequ
     """Yield the model on every mesh and with every kind of recomputation that is tried. Local."""
     mesh, num_rows = model.mesh, _rows(model)
     inner = mesh.tensor_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
-    near = {1, gpus_per_node // 2, gpus_per_node, 2 * gpus_per_node} - {0}
+    near = _powers(min(2 * gpus_per_node, mesh.world_size))
     for pp in _powers(min(len(model.costs.layers), _MOST_STAGES, mesh.world_size)):
         data = mesh.world_size // (pp * inner)
         if mesh.world_size % (pp * inner) or num_rows % data:
             continue
-        for shard, experts, recompute in product(sorted({*near, data}), sorted(near), RECOMPUTED):
+        for shard, experts, recompute in product(sorted({*near, data}), near, RECOMPUTED):
             if data % shard:
                 continue
             degrees = {"pipeline_parallel": pp, "data_parallel_shard": shard, "expert_parallel": experts}
@@ -126,6 +133,21 @@ def schedules(model: RankModel, layers_of: Callable[[int], Sequence[range]]) -> 
                 )
 
 
+def _in_eight_bits(models: Iterable[RankModel]) -> Iterator[RankModel]:
+    for model in models:
+        if (found := model.in_eight_bits()) is not None:
+            yield found
+
+
+def _kinds(model: RankModel) -> Iterator[RankModel]:
+    """Yield a model with all kinds of recomputation, and each with all states, but the model itself."""
+    for kind in (*RECOMPUTED, *_OTHER_KINDS):
+        tried = replace(model, parallel=replace(model.parallel, recompute=kind))
+        if kind != model.parallel.recompute:
+            yield tried
+        yield from _in_eight_bits([tried])
+
+
 def name_of(plan: Plan) -> str:
     """Return the settings of a found plan in a few words."""
     model, mesh = plan.model, plan.model.mesh
@@ -142,11 +164,12 @@ def name_of(plan: Plan) -> str:
         words.append(f"{type(model.schedule).__name__} of {model.num_microbatches}")
     elif model.num_microbatches > 1:
         words.append(f"{model.num_microbatches} microbatches")
-    return " ".join([*words, f"recompute {model.parallel.recompute}"])
+    words.append(f"recompute {model.parallel.recompute}")
+    return " ".join([*words, *["states in 8 bits"] * model.has_eight_bits])
 
 
 def settings_of(plan: Plan) -> dict[str, object]:
-    """Return a plan's arguments for `trainer.strategy`, as the tree of a YAML file.
+    """Return a plan's arguments for `trainer.strategy` and the optimizer, as the tree of a YAML file.
 
     They replace those of a file before, whose `microbatch_size` would contradict the plan.
     """
@@ -163,7 +186,10 @@ def settings_of(plan: Plan) -> dict[str, object]:
     }
     if model.schedule in SCHEDULES:  # others are as they were configured
         strategy["schedule"] = {"class_path": f"lightning_d9d.schedule.{type(model.schedule).__name__}"}
-    return {"trainer": {"strategy": {"class_path": "D9DStrategy", "init_args": strategy}}}
+    settings: dict[str, object] = {"trainer": {"strategy": {"class_path": "D9DStrategy", "init_args": strategy}}}
+    if model.has_eight_bits:
+        settings["model"] = {"init_args": {"optimizer": {"init_args": {"state_dtype": "uint8"}}}}
+    return settings
 
 
 def _rows(model: RankModel) -> int:

@@ -9,10 +9,6 @@ of messages and 0.6 ms of copies. Messages of weights and gradients run beside t
 layer. The same is true of the last sums: that of the embedding, and that of the first layer if FSDP2 sums it. If
 messages take longer than the computation, the rest counts in full. The program of a pipeline is simulated with these
 seconds. The update moves the bytes of `updated_bytes`.
-
-[Note: time of the host] The host launches kernels ahead of the device. So the forwards and backwards of a step take as
-long as the slower of the two, in the sum over a rank's blocks. The host's seconds of a block are in the machine table.
-If the host is slower, all actions of the rank take longer by the same factor. The update is launched behind them.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ class StepSeconds:
     update: float
     """The optimizer, and the norm where gradients are clipped."""
     host: float
-    """The time that the device waits for the host to launch kernels. See [Note: time of the host]."""
+    """The time that the device waits for the host to launch kernels: [Note: time of the host] in schedule/layers.py."""
 
     @property
     def total(self) -> float:
@@ -167,6 +163,7 @@ class _Stage:
 def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stage:
     rates = machine.rates_for(model.tokens)
     costs = [microbatch_costs(model, each, is_head=each is stage.after) for each in stage.parts]
+    layers = costs[len(costs) - len(stage.layers) - (stage.after is not None) :][: len(stage.layers)]
     seconds = [rates.seconds(each, 1) for each in costs]
     return _Stage(
         forward=sum(each.forward for each in seconds) + rates.action_seconds,
@@ -174,21 +171,8 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable) -> _Stag
         backward_weight=sum(each.backward_weight for each in seconds),
         messages=sum(rates.message_seconds(each, 1) for each in costs),
         again=sum(rates.again(each, 1) for each in costs),
-        host=_host(model, stage, machine),
+        host=rates.host_seconds(layers),
     )
-
-
-def _host(model: RankModel, stage: StageOfRank, machine: MachineTable) -> float | None:
-    """Return the host's seconds for the blocks of a stage in a microbatch; None if not known."""
-    if model.parallel.compile or model.parallel.cuda_graphs:
-        return None
-    found = 0.0
-    for layer in stage.layers:
-        seconds = machine.sparse_host_seconds if layer.costs.grouped_flops else machine.dense_host_seconds
-        if seconds is None:
-            return None
-        found += seconds.of(layer)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +193,7 @@ class _Rank:
 
     @property
     def slower(self) -> float:
-        """The factor by which the host makes actions longer. See [Note: time of the host]."""
+        """The factor by which the host makes actions longer: [Note: time of the host] in schedule/layers.py."""
         return max(1.0, ((self.host or 0.0) - self.slowed) / self.computed)
 
 

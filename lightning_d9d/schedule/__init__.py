@@ -32,7 +32,7 @@ from lightning_d9d.schedule.breadth_first import GPipe, LoopedBFS
 from lightning_d9d.schedule.check import check
 from lightning_d9d.schedule.communications import add_data_parallel, add_messages
 from lightning_d9d.schedule.dual_pipe_v import DualPipeV
-from lightning_d9d.schedule.layers import LayerCosts, Machine, ModelCosts
+from lightning_d9d.schedule.layers import HostSeconds, LayerCosts, Machine, ModelCosts
 from lightning_d9d.schedule.measured import MeasuredCosts, MeasuredStage
 from lightning_d9d.schedule.one_forward_one_backward import Interleaved1F1B, OneForwardOneBackward, ZeroBubble
 from lightning_d9d.schedule.plot import plot
@@ -102,6 +102,7 @@ __all__ = [
     "DualPipeV",
     "Forward",
     "GPipe",
+    "HostSeconds",
     "Interleaved1F1B",
     "LayerCosts",
     "LoopedBFS",

@@ -8,11 +8,16 @@ take as long as their link, and a latency each.
 
 [Note: links of a node] Each rank has links to its node, and one to the network. A ring leaves a node once, so each of
 its ranks there sends a part of that. If all send to all, each sends its own part of what goes to other nodes.
+
+[Note: time of the host] The host launches kernels ahead of the device. So the forwards and backwards of a rank take as
+long as the slower of the two, in the sum over its layers. If the host is slower, all actions of the rank take longer by
+the same factor. Embedding, head and update count nothing: the host launches them in a few milliseconds a step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,6 +41,38 @@ class Moment(NamedTuple):
     """Existing gradients of the layer's weights, in the dtype of the weights."""
     copies_bytes: float = 0.0
     """The part of `row_bytes` that has a row for each expert of a token."""
+
+
+class HostSeconds(NamedTuple):
+    """Seconds of the host to launch forward and backward of a layer in a microbatch, by `ParallelConfig.recompute`.
+
+    The number of tokens does not matter.
+    """
+
+    none: float
+    attention: float
+    selective: float
+    full: float
+
+    def of(self, layer: LayerCosts) -> float:
+        """Return the seconds of a layer."""
+        match layer.recomputed:
+            case "attention":
+                return self.attention
+            case "moved":
+                return self.selective
+            case "all":
+                return self.full
+        return self.none
+
+
+HOST_SECONDS = (
+    "sparse_host_seconds",
+    "dense_host_seconds",
+    "linear_adapter_host_seconds",
+    "experts_adapter_host_seconds",
+)
+"""The fields with the seconds of the host, of a `Machine` and of a table that it is made from."""
 
 
 class Messages(NamedTuple):
@@ -116,6 +153,12 @@ class LayerCosts:
     """The part of the forward that the backward computes again: "nothing", "all", "attention" or "moved"."""
     messages: tuple[Messages, ...] = ()
     """Messages that ranks send each other in the midst of the layer."""
+    is_launched: bool = True
+    """True if the host launches each kernel, because the layer is neither compiled nor captured."""
+    linear_adapters: float = 0.0
+    """The number of linear layers with adapters."""
+    experts_adapters: float = 0.0
+    """The number of weights of experts with adapters."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -135,6 +178,20 @@ def check_numbers(of: DataclassInstance) -> None:
         is_number = isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
         if not is_number or isinstance(value, bool) or value < least:
             raise ScheduleError(f"{type(of).__name__}.{name}={value!r} must be a {number} number of at least {least}")
+
+
+def check_host_seconds(of: DataclassInstance) -> None:
+    """Make `HostSeconds` of lists in the fields `HOST_SECONDS`, and refuse numbers that cannot be seconds.
+
+    Raises:
+        ScheduleError: The message names class, field and value.
+    """
+    for name in HOST_SECONDS:
+        if (given := getattr(of, name)) is not None:
+            seconds = HostSeconds(*given)
+            if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in seconds):
+                raise ScheduleError(f"{type(of).__name__}.{name}={given!r} must be finite numbers of at least 0")
+            object.__setattr__(of, name, seconds)
 
 
 @cache
@@ -166,8 +223,8 @@ class ModelCosts:
 
     def compiled(self) -> ModelCosts:
         """Return the costs with layers whose backward is one compiled function, which runs in the input phase."""
-        layers = (replace(layer, is_compiled=True, split_activation_bytes=0.0) for layer in self.layers)
-        return replace(self, layers=tuple(layers))
+        changes = dict(is_compiled=True, is_launched=False, split_activation_bytes=0.0)
+        return replace(self, layers=tuple(replace(layer, **changes) for layer in self.layers))
 
     @property
     def parts(self) -> tuple[LayerCosts, ...]:
@@ -228,9 +285,18 @@ class Machine:
     """Duration of an overlapped pair as a share of the sum of its two actions. It is below 1 if one action computes
     while the other's experts exchange tokens.
     """
+    sparse_host_seconds: HostSeconds | None = None
+    """The host's seconds for a layer with experts; None if not known."""
+    dense_host_seconds: HostSeconds | None = None
+    """The same for a layer without experts."""
+    linear_adapter_host_seconds: HostSeconds | None = None
+    """The seconds that each adapter of a linear layer adds to these; None counts nothing."""
+    experts_adapter_host_seconds: HostSeconds | None = None
+    """The seconds that each adapter of a weight of experts adds; None counts nothing."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
+        check_host_seconds(self)
         speeds = ("flops_per_second", "bytes_per_second", "link_bytes_per_second")
         for name in (*speeds, "exchange_bytes_per_second", "network_bytes_per_second"):
             if getattr(self, name) == 0:
@@ -275,6 +341,21 @@ class Machine:
             + each.waits * self.wait_seconds
             for each in layer.messages
         )
+
+    def host_seconds(self, layers: Iterable[LayerCosts]) -> float | None:
+        """Return how long the host takes to launch layers in a microbatch; None if it is not known."""
+        found = 0.0
+        for layer in layers:
+            whole = self.sparse_host_seconds if layer.grouped_flops else self.dense_host_seconds
+            if whole is None or not layer.is_launched:
+                return None
+            found += whole.of(layer)
+            for number, adapter in (
+                (layer.linear_adapters, self.linear_adapter_host_seconds),
+                (layer.experts_adapters, self.experts_adapter_host_seconds),
+            ):
+                found += 0.0 if adapter is None else number * adapter.of(layer)
+        return found
 
     def again(self, layer: LayerCosts, num_rows: float) -> float:
         """Return how long it takes to compute again what a layer did not keep."""

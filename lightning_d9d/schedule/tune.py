@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self, cast
 
 from lightning_d9d.errors import ScheduleError
 from lightning_d9d.schedule.actions import Action, BackwardInput, BackwardWeight, Forward, compute_parts
@@ -237,6 +237,8 @@ class Auto(Schedule):
         for microbatch_size in (size for size in range(1, self.batch_size + 1) if self.batch_size % size == 0):
             num_microbatches = self.batch_size // microbatch_size
             layers = _Layers(model, self.machine, calibration, microbatch_size, state_ratio)
+            if measured is None:  # whose times would have the host's
+                layers.add_host(model)
             ranges_by_placement: dict[tuple[int, ...], list[list[range]]] = {}
             for name, schedule in list(_SCHEDULES.items())[: 1 if num_ranks == 1 else None]:
                 placement = schedule.placement(num_ranks)
@@ -280,6 +282,15 @@ def _search(candidates: Sequence[_Candidate], cap: float, peak: PeakOfCandidate 
     return replace(chosen, alternatives=tuple(others))
 
 
+class _Actions(NamedTuple):
+    """Seconds of each stage's actions."""
+
+    forward: list[float]
+    backward_input: list[float]
+    backward_weight: list[float]
+    backward: list[float]
+
+
 class _Layers:
     """Running totals over a model's layers, for one size of microbatch: layers 3 to 5 have totals[6] - totals[3].
 
@@ -310,15 +321,36 @@ class _Layers:
         self.transfer = num_rows * max(part.output_bytes for part in parts) / machine.link_bytes_per_second
         if calibration.link_seconds_per_row is not None:
             self.transfer = num_rows * calibration.link_seconds_per_row
+        self.host = [0.0] * (len(model.layers) + 1)
 
-    def costs(self, ranges: Sequence[range]) -> Costs:
-        """Return the costs of stages with these ranges of layers."""
+    def add_host(self, model: ModelCosts) -> None:
+        """Count the seconds of the host, if those of all layers are known: [Note: time of the host]."""
+        of_layers = [self.machine.host_seconds([layer]) for layer in model.layers]
+        if None not in of_layers:
+            self.host = list(accumulate(cast(list[float], of_layers), initial=0.0))
+
+    def actions(self, ranges: Sequence[range], placement: Sequence[int]) -> _Actions:
+        """Return the seconds of the actions of stages with these ranges of layers, on the ranks of a placement."""
         more = self.machine.action_seconds
+        forward, backward = _of_stages(self.forward, ranges, more), _of_stages(self.backward, ranges, more)
+        device = _of_ranks(map(operator.add, forward, backward), placement)
+        host = _of_ranks(_of_stages(self.host, ranges), placement)
+        slower = [max(1.0, host[rank] / device[rank]) if host[rank] else 1.0 for rank in placement]
+
+        def slowed(actions: Iterable[float]) -> list[float]:
+            return list(map(operator.mul, actions, slower))
+
+        return _Actions(
+            forward=slowed(forward),
+            backward_input=slowed(_of_stages(self.backward_input, ranges, more)),
+            backward_weight=slowed(_of_stages(self.backward_weight, ranges, more)),
+            backward=slowed(backward),
+        )
+
+    def costs(self, ranges: Sequence[range], placement: Sequence[int]) -> Costs:
+        """Return the costs of such stages."""
         return Costs(
-            forward=_of_stages(self.forward, ranges, more),
-            backward_input=_of_stages(self.backward_input, ranges, more),
-            backward_weight=_of_stages(self.backward_weight, ranges, more),
-            backward=_of_stages(self.backward, ranges, more),
+            **self.actions(ranges, placement)._asdict(),
             overlapped=self.machine.overlapped,
             transfer=self.transfer,
             latency=self.machine.link_latency,
@@ -330,16 +362,19 @@ class _Layers:
         """Return ranges with the shortest longest stage, and ranges with the smallest load of the most loaded rank.
 
         The longest stage bounds schedules that run one stage of a rank for several microbatches; the rank bounds
-        others.
+        others. A stage may be the longest of the device or of the host.
         """
-        of_layers = [behind - before for before, behind in pairwise(self.work)]
-        even = split_evenly(of_layers, len(placement))
-        levelled = level(even, placement, lambda ranges: [(load,) for load in self.loads(ranges, placement)])
-        return [even] if levelled == even else [even, levelled]
+        found: list[list[range]] = []
+        for work in [self.work, self.host] if self.host[-1] else [self.work]:
+            even = split_evenly([behind - before for before, behind in pairwise(work)], len(placement))
+            levelled = level(even, placement, lambda ranges: [(load,) for load in self.loads(ranges, placement)])
+            found += [ranges for ranges in (even, levelled) if ranges not in found]
+        return found
 
     def loads(self, ranges: Sequence[range], placement: Sequence[int]) -> list[int]:
         """Return the nanoseconds that a microbatch takes in the stages of each rank."""
-        return [round(1e9 * seconds) for seconds in _of_ranks(_of_stages(self.work, ranges), placement)]
+        device, host = (_of_ranks(_of_stages(work, ranges), placement) for work in (self.work, self.host))
+        return [round(1e9 * seconds) for seconds in map(max, device, host)]
 
 
 def _totals(of_parts: Iterable[float]) -> list[float]:
@@ -353,7 +388,7 @@ def _of_stages(totals: Sequence[float], ranges: Sequence[range], more: float = 0
     return [totals[layers.stop] - totals[layers.start] + more for layers in ranges]
 
 
-def _of_ranks(of_stages: Sequence[float], placement: Sequence[int]) -> list[float]:
+def _of_ranks(of_stages: Iterable[float], placement: Sequence[int]) -> list[float]:
     sums = [0.0] * (max(placement) + 1)
     for rank, value in zip(placement, of_stages, strict=True):
         sums[rank] += value
@@ -380,15 +415,11 @@ class _Candidate:
         A rank begins when the first microbatch has reached it, and runs all of them. After its last backward (of inputs
         where split) gradients go back to the first stage.
         """
-        layers, ranges, more = self.layers, self.ranges, self.layers.machine.action_seconds
-        forward, whole = _of_stages(layers.forward, ranges, more), _of_stages(layers.backward, ranges, more)
+        layers = self.layers
+        forward, inputs, weight, whole = layers.actions(self.ranges, self.placement)
         awaited = whole
         if isinstance(self.schedule, ZeroBubble | ZeroBubbleV | DualPipeV):
-            awaited, weight = (
-                _of_stages(layers.backward_input, ranges, more),
-                _of_stages(layers.backward_weight, ranges),
-            )
-            whole = list(map(min, whole, map(operator.add, awaited, weight)))
+            awaited, whole = inputs, list(map(min, whole, map(operator.add, inputs, weight)))
         number = self.num_microbatches
         if isinstance(self.schedule, DualPipeV):
             number *= min(1.0, layers.machine.overlapped)
@@ -455,12 +486,12 @@ class _Candidate:
 
     def without_messages(self) -> float:
         """Return the simulated seconds if messages take no time: a cheap lower bound."""
-        return simulate(self.compute(), self.layers.costs(self.ranges)).step_time
+        return simulate(self.compute(), self.layers.costs(self.ranges, self.placement)).step_time
 
     def simulated(self, memory: float | None) -> Choice:
         """Return the simulation with messages; its memory is summed unless it is given."""
         program = self.schedule.program(self.num_ranks, self.num_microbatches)
-        simulation = simulate(program, self.layers.costs(self.ranges))
+        simulation = simulate(program, self.layers.costs(self.ranges, self.placement))
         state = _of_ranks(_of_stages(self.layers.state, self.ranges), self.placement)
         return Choice(
             name=self.name,

@@ -79,7 +79,8 @@ class RunSettings:
             reduces_each=self.grad_sync.reduce == "every_microbatch",
             step_in_backward=self.step_in_backward,
             bucket_bytes=self.grad_sync.bucket_bytes,
-            state_bytes=_state_bytes(optimizer),
+            state_bytes=_state_bytes(optimizer) or (lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4),
+            eight_bit_state_bytes=_state_bytes(optimizer, eight_bits=True),
             autocasts=self.autocasts,
             counts_experts=getattr(module, "balance", None) is not None,
             casts_gradients=not getattr(optimizer, "takes_wide_gradients", False),
@@ -100,11 +101,11 @@ def _optimizer_of(whole: D9DModule) -> torch.optim.Optimizer | None:
         return None
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> Callable[[Share], int]:
-    """Return the function that counts the bytes of the states of a share."""
-    count = None if optimizer is None else states_of(optimizer)
+def _state_bytes(optimizer: torch.optim.Optimizer | None, *, eight_bits: bool = False) -> Callable[[Share], int] | None:
+    """Return the function that counts the bytes of the states of a share; None if that is not known."""
+    count = None if optimizer is None else states_of(optimizer, eight_bits=eight_bits)
     if count is None:
-        return lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
+        return None
     counted = count
 
     @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,3 +50,21 @@ def test_the_best_plan_is_that_of_the_file_with_its_settings(
     assert "batch_size" in before or sizes == before  # a batch of one data rank is another one on another mesh
     assert planned(monkeypatch, "--config", "best.yaml", "--yaml", "again.yaml") == best
     assert yaml.safe_load(Path("again.yaml").read_text())["data"] == written["data"]
+
+
+@pytest.mark.jobs
+def test_a_plan_ends_its_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other commands end as Python does, which calls what is registered, and frees all objects."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG.format(rows="batch_size: 4", strategy="microbatch_size: 1", accumulated=1))
+    script = "import atexit; atexit.register(print, 'freed'); from lightning_d9d.cli import program; program()"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+
+    assert run("doctor", "--help").stdout.endswith("freed\n")
+    shown = run("plan", "--config", "run.yaml", "--world_size", "8", "--json", "plan.json")
+    assert shown.stdout.splitlines()[-1].startswith("rates: ")
+    assert "leaked" not in shown.stderr
+    assert json.loads(Path("plan.json").read_text())["world_size"] == 8

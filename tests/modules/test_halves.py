@@ -1,7 +1,7 @@
 """Tokens that go to experts in two halves: the numbers of one process, in one order of messages."""
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,35 +15,56 @@ from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.modules.test_dispatch import shard
 
-HIDDEN, NUM_EXPERTS, TOP_K = 16, 8, 3
-NUM_TOKENS = {"equal": [6, 6], "unequal": [7, 4], "one": [1, 1], "none here": [0, 5], "none": [0, 0], "skewed": [6, 5]}
-"""How many tokens each rank has; of one token all are in the first half. If skewed, all go to experts of rank 1."""
+HIDDEN = 16
+
+
+class Case(NamedTuple):
+    """Tokens of each rank, and the experts that they choose."""
+
+    num_tokens: tuple[int, ...]
+    num_experts: int = 8
+    top_k: int = 3
+    first_chosen: int | None = None
+    """Tokens that begin with a 1 choose the `top_k` experts from this one on. None: the router chooses."""
+
+
+CASES = {
+    "equal": Case((6, 6)),
+    "unequal": Case((7, 4)),
+    "one": Case((1, 1)),
+    "none here": Case((0, 5)),
+    "none": Case((0, 0)),
+    "all to one rank": Case((6, 5), first_chosen=4),
+    "all to one expert": Case((6, 5), top_k=1, first_chosen=5),
+    "three ranks": Case((5, 0, 8), num_experts=9),
+    "three ranks, all to one expert": Case((4, 6, 3), num_experts=9, top_k=1, first_chosen=1),
+}
+"""Of one token all are in the first half."""
 
 both_ways = pytest.mark.parametrize("peer", [False, True], ids=["all_to_all", "peer"])
 
 
-def make_layer(skewed: bool = False) -> SparseMoE:
-    """A mixture; if it is skewed, tokens that begin with a 1 choose experts 4 to 6."""
+def make_layer(case: Case) -> SparseMoE:
     torch.manual_seed(0)
     layer = SparseMoE(
-        HIDDEN, 24, NUM_EXPERTS, TOP_K, normalize=True, initializer_range=0.3, shared_intermediate_size=8
+        HIDDEN, 24, case.num_experts, case.top_k, normalize=True, initializer_range=0.3, shared_intermediate_size=8
     ).double()
     assert isinstance(layer.dispatch, LocalDispatch)
-    if skewed:
-        layer.gate.weight.data[4 : 4 + TOP_K, 0] = 50.0
+    if case.first_chosen is not None:
+        layer.gate.weight.data[case.first_chosen : case.first_chosen + case.top_k, 0] = 50.0
     return layer
 
 
-def on_ranks(mesh: DeviceMesh, peer: bool, in_halves: bool, skewed: bool = False) -> SparseMoE:
-    layer = make_layer(skewed).to(mesh.device_type)
+def on_ranks(case: Case, mesh: DeviceMesh, peer: bool) -> SparseMoE:
+    layer = make_layer(case).to(mesh.device_type)
     experts = shard(layer.experts, mesh)
     assert isinstance(experts, GroupedExperts)
     layer.experts = experts
-    layer.dispatch = AllToAllDispatch(NUM_EXPERTS, mesh.get_group())
+    layer.dispatch = AllToAllDispatch(case.num_experts, mesh.get_group())
     if peer:
-        layer.dispatch = PeerDispatch(NUM_EXPERTS, mesh.get_group())
+        layer.dispatch = PeerDispatch(case.num_experts, mesh.get_group())
         layer.dispatch.exchange.capacity = 8.0
-    layer.in_halves = in_halves
+    layer.in_halves = True
     return layer
 
 
@@ -63,31 +84,35 @@ def run(layer: SparseMoE, x: Tensor, gradient: Tensor) -> dict[str, Any]:
     return {"output": output.detach(), "x": x.grad, **results}
 
 
-@pytest.mark.ranks(2)
 @both_ways
-@pytest.mark.parametrize("case", NUM_TOKENS)
-def test_equals_one_process(rank: RankContext, case: str, peer: bool) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.ranks(len(case.num_tokens))) for name, case in CASES.items()]
+)
+def test_equals_one_process(rank: RankContext, name: str, peer: bool) -> None:
     """Again and again in the same bits, so that on CUDA no stream reads what another has not written."""
-    mesh = init_device_mesh(rank.device.type, (2,))
-    tokens = [make_tokens(count, source) for source, count in enumerate(NUM_TOKENS[case])]
-    if is_skewed := case == "skewed":
+    case = CASES[name]
+    mesh = init_device_mesh(rank.device.type, (len(case.num_tokens),))
+    tokens = [make_tokens(count, source) for source, count in enumerate(case.num_tokens)]
+    if case.first_chosen is not None:
         for x, _ in tokens:
             x[:, 0] = 1.0
-    whole = run(make_layer(is_skewed), *map(torch.cat, zip(*tokens, strict=True)))
-    layer = on_ranks(mesh, peer, True, is_skewed)
+    whole = run(make_layer(case), *map(torch.cat, zip(*tokens, strict=True)))
+    layer = on_ranks(case, mesh, peer)
     own = [each.to(rank.device) for each in tokens[rank.rank]]
+    if isinstance(layer.dispatch, PeerDispatch):
+        run(layer, *own)
+        layer.dispatch.exchange.grow()  # one expert gets more than the first batch made room for
     results = [run(layer, *own) for _ in range(5)]
     for first, second in pairwise(results):
         for name, value in second.items():
             assert_bitwise_equal(name, value, first[name])
     expected = {
-        name: value.split(NUM_TOKENS[case])[rank.rank] if name in ("output", "x") else value
+        name: value.split(case.num_tokens)[rank.rank] if name in ("output", "x") else value
         for name, value in whole.items()
         if name in ("output", "x") or name.startswith("experts.")
     }
     assert_tensors_close({name: results[0][name] for name in expected}, expected)
-    if peer:
-        assert isinstance(layer.dispatch, PeerDispatch)
+    if isinstance(layer.dispatch, PeerDispatch):
         assert not layer.dispatch.exchange.failures()
         layer.dispatch.exchange.close()
 
@@ -96,7 +121,7 @@ def test_equals_one_process(rank: RankContext, case: str, peer: bool) -> None:
 @both_ways
 def test_messages_have_one_order_on_all_ranks(rank: RankContext, peer: bool) -> None:
     """Whatever tokens they have: both halves go out before the first products, and each comes back after its own."""
-    layer = on_ranks(init_device_mesh(rank.device.type, (2,)), peer, in_halves=True)
+    layer = on_ranks(CASES["equal"], init_device_mesh(rank.device.type, (2,)), peer)
     own = [each.to(rank.device) for each in make_tokens([7, 0][rank.rank], rank.rank)]
     run(layer, *own)
     done: list[str] = []

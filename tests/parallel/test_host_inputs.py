@@ -138,6 +138,59 @@ def test_equal_bits_and_less_memory_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+def test_memory_is_used_again_although_the_host_is_ahead() -> None:
+    """16 inputs of 64 MiB: what is reserved has no room for inputs that are freed before the device has copied them."""
+    model = Deep().cuda()
+    recompute_activations(model, of_kind("offload"))
+    x = torch.randn(16384, 1024, device="cuda", requires_grad=True)
+    model(x).backward()
+    model.zero_grad()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(10**9)  # the device begins when the host has launched all
+    model(x).backward()
+    apart = torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
+    assert apart < 6 * 2**26
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "dropped"])
+def test_no_copy_reads_or_writes_memory_that_is_used_again(is_taken: bool) -> None:
+    """The stream of copies is late, and freed memory gets other values at once."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    x = torch.randn(2**24, device="cuda", requires_grad=True)
+    wanted = 2 * (2 * x.detach()).cos()
+    _delay_copies(x.device)
+    inputs, outputs = [x * 2, x * 3, x * 4], []
+    for each in inputs:
+        with host_inputs.inputs_on_host([each]):
+            outputs.append(each.sin())
+    places = {each.data_ptr() for each in inputs}
+    inputs.clear()
+    del each
+    others = [torch.full_like(wanted, 7) for _ in range(3)]
+    assert {other.data_ptr() for other in others} == places
+    torch.autograd.grad(outputs.pop().sum(), x)  # the second input is on its way back
+    _delay_copies(x.device)
+    torch.autograd.grad(outputs.pop().sum(), x)  # the first one will be
+    if is_taken:
+        assert torch.equal(torch.autograd.grad(outputs.pop().sum(), x)[0], wanted)
+    outputs.clear()
+    others += [torch.full_like(wanted, 7) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert all(bool((other == 7).all()) for other in others)
+
+
+def _delay_copies(device: torch.device) -> None:
+    torch.cuda.synchronize()
+    with torch.cuda.stream(host_inputs._stream_of_copies(device)):
+        torch.cuda._sleep(10**8)
+
+
+@pytest.mark.gpu
 def test_the_host_waits_for_no_copy() -> None:
     model = Deep().cuda()
     recompute_activations(model, of_kind("offload"))

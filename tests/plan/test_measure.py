@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -15,8 +14,19 @@ from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.cli.measuring import write_table
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from lightning_d9d.modules.adapters import Adapter
 from lightning_d9d.plan import MachineTable, Sizes, machine_of, measure, plan
-from lightning_d9d.plan.measure import attention_rates, grouped_products, host_seconds, products, seconds_of
+from lightning_d9d.plan.measure import (
+    HostBlocks,
+    Measured,
+    attention_rates,
+    grouped_products,
+    host_fields,
+    host_seconds,
+    products,
+    seconds_of,
+)
+from lightning_d9d.schedule.layers import HOST_SECONDS, HostSeconds
 from tests.harness.ranks import RankContext
 
 TINY = Sizes(
@@ -32,6 +42,7 @@ TINY = Sizes(
     rows=(32, 128),
     copy_bytes=2**16,
     message_bytes=2**16,
+    blocks=1,
     dtype=torch.float32,
     repeats=2,
 )
@@ -55,7 +66,8 @@ def test_a_table_is_written_read_and_planned_with(tmp_path: Path) -> None:
     table = machine_of(str(tmp_path / "own.json"))
     assert table.device == "cpu"
     assert {"linear_flops", "attention_forward_flops", "grouped_flops", "copy_bytes"}.isdisjoint(table.not_measured)
-    assert {"sparse_host_seconds", "dense_host_seconds"}.isdisjoint(table.not_measured)
+    assert {*HOST_SECONDS}.isdisjoint(table.not_measured)
+    assert all(getattr(table, name) is not None for name in HOST_SECONDS)
     assert {"peak_flops", "node_link_bytes", "network_bytes", "host_share"} <= {*table.not_measured}
     assert [each.tokens for each in table.attention_by_tokens] == [32, 128]
     assert table.rates_for(120).attention_forward_flops_per_second == table.attention_by_tokens[1].forward_flops
@@ -67,24 +79,53 @@ def test_a_table_is_written_read_and_planned_with(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("preset", "mlp", "linears"), [("tiny", "SparseMoE", 4 + 8 + 8 + 8), ("tiny-dense", "SwiGLU", 7 + 11 + 14 + 14)]
-)
-def test_the_host_launches_blocks_with_each_recomputation(
-    preset: Literal["tiny", "tiny-dense"], mlp: str, linears: int
-) -> None:
-    """Two kinds run all of a block again, and one the four layers of its attention."""
+def test_the_host_launches_blocks_with_each_recomputation() -> None:
+    """Two kinds run all of a block again, and one the four linear layers of its attention."""
     run: Counter[str] = Counter()
     hook = register_module_forward_pre_hook(lambda module, inputs: run.update([type(module).__name__]))
     try:
-        found = host_seconds(CPU, preset, 1)
+        found = host_seconds(CPU, 1, blocks=2)
     finally:
         hook.remove()
-    assert list(found) == ["none", "attention", "selective", "full"]
-    assert all(each.seconds > 0 for each in found.values())
-    times, layers = 2 + 1, 4
-    assert run[mlp] == times * layers * (1 + 1 + 2 + 2)
-    assert run["Linear"] == times * layers * linears
+    assert [(of.preset, of.has_adapters) for of in found] == [
+        *(("tiny", False), ("tiny", True)),
+        *(("tiny-dense", False), ("tiny-dense", True)),
+    ]
+    for each in found.values():
+        assert list(each) == ["none", "attention", "selective", "full"]
+        assert all(measured.seconds > 0 for measured in each.values())
+    times, layers = 2 + 1, 2
+    assert run["SparseMoE"] == run["SwiGLU"] == times * layers * 2 * (1 + 1 + 2 + 2)
+    sparse, dense = 4 + 8 + 8 + 8, 7 + 11 + 14 + 14
+    adapted_sparse, adapted_dense = 1 + 2 + 2 + 2, 2 + 3 + 4 + 4  # others are one operator for layers of one input
+    assert run["Linear"] == times * layers * (sparse + adapted_sparse + dense + adapted_dense)
+
+
+def test_seconds_of_adapters_by_hand() -> None:
+    """A dense block has seven linear layers with adapters, one with experts four, and two weights of experts."""
+
+    def measured(*seconds: float) -> dict[str, Measured]:
+        return {kind: Measured("", each) for kind, each in zip(HostSeconds._fields, seconds, strict=True)}
+
+    dense, sparse = [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]
+    adapted_dense, adapted_sparse = [1.7, 2.7, 2.9, 5.4], [5.6, 6.2, 7.2, 9.0]
+    found = host_fields({
+        HostBlocks("tiny", False): measured(*sparse),
+        HostBlocks("tiny", True): measured(*adapted_sparse),
+        HostBlocks("tiny-dense", False): measured(*dense),
+        HostBlocks("tiny-dense", True): measured(*adapted_dense),
+    })  # fmt: skip
+    assert found["sparse_host_seconds"] == HostSeconds(*sparse)
+    assert found["dense_host_seconds"] == HostSeconds(*dense)
+    assert found["linear_adapter_host_seconds"] == pytest.approx([0.1, 0.1, 0.0, 0.2])
+    assert found["experts_adapter_host_seconds"] == pytest.approx([0.1, 0.0, 0.1, 0.1])
+
+
+def test_blocks_with_adapters_train_nothing_else() -> None:
+    blocks = HostBlocks("tiny", True).build(CPU, 3)
+    adapters = [part for part in blocks.modules() if isinstance(part, Adapter)]
+    trained = [parameter for parameter in blocks.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * len(adapters) == 2 * 3 * (4 + 2)
 
 
 def test_time_is_that_of_the_action() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_d9d import D9DStrategy, MeshConfig
+from lightning_d9d import D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.plan import Plan, machine_of, plan, search, shipped, write_page
 from lightning_d9d.plan.planning import costs_of_length, rank_model
+from lightning_d9d.plan.search import name_of, settings_of
 from lightning_d9d.strategy.described import layers_of
 
 EXPERTS = 48 * 128 * 3 * 2048 * 768
@@ -70,6 +74,30 @@ def test_a_search_returns_what_fits_and_is_as_fast_as_said() -> None:
     small = dataclasses.replace(machine_of("h200"), memory_gib=4.0)
     with pytest.raises(ConfigError, match=r"nothing that was tried fits 4.0 GiB; the nearest"):
         search(few, small, costs, lambda stages: layers_of(module, 48, stages))
+
+
+def test_a_search_varies_experts_recomputation_and_states() -> None:
+    """Each found plan is that of its own settings, also after a variant had no room for the memory of peers."""
+
+    def of(mesh: MeshConfig, dtype: torch.dtype, recompute: str = "none") -> tuple[Qwen3MoePretraining, D9DStrategy]:
+        module = Qwen3MoePretraining(preset="30b-a3b", optimizer=partial(StochasticAdamW, lr=1e-5, state_dtype=dtype))
+        sync, parallel = GradSyncConfig(dtype="bfloat16"), ParallelConfig(recompute=recompute)
+        return module, D9DStrategy(mesh=mesh, grad_sync=sync, parallel=parallel)
+
+    module, strategy = of(MeshConfig(data_parallel_replicate=-1), torch.bfloat16)
+    model = rank_model(module, strategy, 2, rows=4, tokens=4096, gpus_per_node=8)
+    costs = costs_of_length(module, "bf16-true")
+    plans = search(model, machine_of("h200"), costs, lambda stages: layers_of(module, 48, stages))
+    assert {each.model.mesh.expert_parallel for each in plans} == {2}
+    assert {each.model.dispatch for each in plans} == {"all_to_all", "peer"}
+    assert {each.model.has_eight_bits for each in plans} == {False, True}
+    assert len({each.model.parallel.recompute for each in plans}) > 3
+    for each in plans:
+        dtype = torch.uint8 if each.model.has_eight_bits else torch.bfloat16
+        own = plan(*of(each.model.mesh, dtype, each.model.parallel.recompute), 2, "h200", rows=4, tokens=4096)
+        assert (own.step_seconds, own.most.needed) == (each.step_seconds, each.most.needed), name_of(each)
+    settings = settings_of(next(each for each in plans if each.model.has_eight_bits))
+    assert settings["model"] == {"init_args": {"optimizer": {"init_args": {"state_dtype": "uint8"}}}}
 
 
 def test_machines_say_what_is_not_measured(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ that a graph can be captured. After the time limit a bit of the state is set, an
 
 [Note: two regions] Exchanges take turns with two regions of the memory. A rank writes for exchange e + 2 after it has
 seen all flags of e + 1. The others set these after they have read exchange e. So each exchange needs only one wait.
+
+[Note: turns] Received rows are sorted by the rank that sent them. Sums go back to these ranks in turns, so that no link
+idles while others are busy, nor all links while sums go to the rank itself.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -159,7 +162,8 @@ def take(
 
 def push_sums(memory: PeerMemory, rows: Tensor, places: Tensor, plan: Tensor, weights: Tensor | None) -> None:
     """Write sums of rows into the memory of the ranks that sent the originals."""
-    _push_sums[(len(places),)](
+    num_ranks = memory.layout.num_ranks
+    _push_sums[(ceil_div(len(places), num_ranks) * num_ranks,)](
         memory.pointers,
         memory.state,
         rows,
@@ -360,8 +364,11 @@ def _push_sums(
     RANKS: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr,
     COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    source = tl.program_id(0).to(tl.int64)
-    if source < tl.load(plan + 3 * num_ranks - 1):
+    end = tl.load(plan + 3 * num_ranks - 1)
+    share = tl.cdiv(end, num_ranks)
+    turn, row = tl.program_id(0) % num_ranks, tl.program_id(0) // num_ranks
+    source = (turn * share + row).to(tl.int64)  # [Note: turns]
+    if (row < share) & (source < end):
         others = tl.arange(0, RANKS)
         ends = tl.load(plan + 2 * num_ranks + others, mask=others < num_ranks, other=0x7FFFFFFF)
         rank = tl.sum((ends <= source).to(tl.int32), 0)
