@@ -211,7 +211,7 @@ def test_an_invalid_line_on_the_command_line(
         (("a.jsonl", "--lines"), "--lines has no effect"),
         (("a.jsonl", "--processes", "0"), "--processes must be at least 1, not 0"),
         (("empty.jsonl",), r"empty\.jsonl: no document has any text \(1 empty\)"),
-        (("a.jsonl", "--tokenizer", "folder"), "the tokenizer 'folder' cannot be read"),
+        (("a.jsonl", "--tokenizer", "folder"), "tokenizer='folder' cannot be read"),
     ],
 )
 def test_refused(arguments: tuple[str, ...], message: str) -> None:

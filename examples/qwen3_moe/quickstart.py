@@ -104,6 +104,7 @@ def say_what_next(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_steps", type=int, default=FULL_LENGTH)
+    parser.add_argument("--num_tokens", type=int, default=200, help="length of the text that is generated at the end")
     parser.add_argument("--output", type=Path, default=Path("quickstart_output"))
     parser.add_argument("--accelerator", default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--devices", type=int, default=1)
@@ -117,7 +118,7 @@ def main() -> None:
         options,
         [
             Interruption(step=options.max_steps),
-            TextSample(num_characters=min(200, 4 * options.max_steps)),
+            TextSample(num_tokens=options.num_tokens),
             HuggingFaceExport(options.output / "huggingface", overwrite=True),
         ],
         resume_from=options.output / "checkpoints" / "last.ckpt",

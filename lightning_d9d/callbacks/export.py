@@ -16,6 +16,7 @@ from lightning_d9d.generation.sources import TOKENIZER_FILES
 from lightning_d9d.loop.progress import is_watched
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
 from lightning_d9d.models.qwen3_moe.huggingface import files_beside_weights
+from lightning_d9d.paths import check_directory
 from lightning_d9d.peft import save_adapter
 from lightning_d9d.peft.files import Layout, adapter_config
 from lightning_d9d.state import DTYPE_NAMES
@@ -112,6 +113,11 @@ class HuggingFaceExport(DirectoryExport):
         self.tokenizer = tokenizer
         self._files: dict[str, bytes] = {}
         """The files beside the weights. They are read before the training, because they may be gone after it."""
+
+    def check_paths(self, *, resumes: bool) -> None:
+        """Raise `ConfigError` if the directory of the tokenizer does not exist. Local."""
+        if self.tokenizer is not None:
+            check_directory("tokenizer", str(self.tokenizer), "give the directory in which a tokenizer was saved")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise `ConfigError` before the training if the export could not be written after it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 
 from lightning_d9d.checkpoint import Differences
+from lightning_d9d.paths import check_directory
 from lightning_d9d.strategy.weights import overwrite_weights, report
 
 
@@ -31,6 +32,11 @@ class InitialWeights(L.Callback):
         self.strict = strict
         self.differences = Differences([], [])
         """The names that only one of the two has: those that are missing, and those that are left over."""
+
+    def check_paths(self, *, resumes: bool) -> None:
+        """Raise `ConfigError` if the checkpoint does not exist, unless another is resumed. Local."""
+        if not resumes:
+            check_directory("path", str(self.path), "give a checkpoint directory or a Lightning file")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the weights; on all ranks."""

@@ -259,7 +259,7 @@ class _Reader:
 
 
 _DICTS = ("collections.OrderedDict", "collections.Counter")
-_BYTE, _SHORT, _INT, _UNSIGNED, _LONG, _FLOAT = (struct.Struct(form) for form in ("B", "<H", "<i", "<I", "<Q", ">d"))
+_BYTE, _SHORT, _INT, _UNSIGNED, _FLOAT = (struct.Struct(form) for form in ("B", "<H", "<i", "<I", ">d"))
 _STEPS: dict[int, Callable[[_Reader], object]] = {
     ord(opcode): step
     for opcode, step in {

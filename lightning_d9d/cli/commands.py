@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lightning_d9d.cli.files import missing
 from lightning_d9d.cli.wording import MistakeError, either, must_be
 from lightning_d9d.errors import did_you_mean
+from lightning_d9d.paths import missing
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 """Names of torch's dtypes that weights may have in files."""

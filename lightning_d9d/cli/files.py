@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from lightning_d9d.cli.wording import MistakeError
-from lightning_d9d.errors import did_you_mean
+from lightning_d9d.paths import missing
 
 CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
 """Words that Lightning accepts as `ckpt_path`, besides paths and the names of its registry."""
@@ -113,17 +112,15 @@ def _compose(path: str) -> yaml.Node | None:
         raise MistakeError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
 
 
-def missing(path: str) -> str:
-    """Says that a path does not exist, with the nearest name in its folder."""
-    folder, name = os.path.split(path)
-    if not os.path.isdir(folder or "."):
-        return f"{path} does not exist, nor does its folder"
-    nearest = did_you_mean(name, os.listdir(folder or "."))
-    return f"{path} does not exist{nearest}"
-
-
 class Written:
-    """Return a message that a path does not exist, with the nearest name in its folder."""
+    """Finds where a setting was written: in the arguments, or in a file of `--config`.
+
+    Args:
+        arguments: The arguments.
+
+    Raises:
+        MistakeError: A file of `--config` cannot be read.
+    """
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._options = list(options(arguments))

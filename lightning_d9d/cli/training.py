@@ -38,6 +38,7 @@ from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.loop.interrupt import last_checkpoint
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
+from lightning_d9d.paths import NamesPaths
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
 from lightning_d9d.strategy.module import D9DModule
 
@@ -259,11 +260,16 @@ class D9DCLI(LightningCLI):
         """Prepare the arguments as Lightning does, and resolve `ckpt_path`: `auto` is `last` if there is one.
 
         Raises:
-            ConfigError: The checkpoint is missing, and fit must not begin without one.
+            ConfigError: The checkpoint is missing, and fit must not begin without one. Or model, data or callbacks name
+                a path that does not exist; other ranks have not been started yet.
         """
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         if arguments.get("ckpt_path") in ("last", "auto"):
             arguments["ckpt_path"] = last_checkpoint(self.trainer, arguments["ckpt_path"], subcommand)
+        callbacks = self.trainer.callbacks if subcommand == "fit" else []  # type: ignore[attr-defined]
+        for each in (self.model, self.datamodule, *callbacks):
+            if isinstance(each, NamesPaths):
+                each.check_paths(resumes=arguments.get("ckpt_path") is not None)
         return arguments
 
     def instantiate_classes(self) -> None:

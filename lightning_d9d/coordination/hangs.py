@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,8 +46,6 @@ BUSY_SECONDS = 1.0
 """Time for which a rank of the same host may answer before its process is examined."""
 HELD_SECONDS = 15.0
 """Time without the interpreter after which the timer in C writes the stacks, in a job of several nodes."""
-_WAITS = "waits for others since"
-"""Words of the reason for a report while ranks wait. It also explains an error that soon ends the wait."""
 _AGAIN_SECONDS = 10.0
 """A signal that arrives sooner after a report belongs to it, as when a scheduler sends it to all ranks."""
 _POLL_SECONDS = 0.05
@@ -81,6 +80,40 @@ class Place:
             and value.keys() == set(Place.__annotations__)
             and all(type(each) is (int if name in ("process", "signal") else str) for name, each in value.items())
         )
+
+
+class Cause(StrEnum):
+    """The kind of event for which a report is written."""
+
+    SIGNAL = "signal"
+    WAIT = "wait"
+    """A rank waits for others. The report also explains an error that soon ends the wait."""
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request for a report, which a rank writes to the store."""
+
+    rank: int
+    """The rank that writes the report."""
+    cause: Cause
+    reason: str
+    """The cause in words, for the report."""
+
+    def to_json(self) -> str:
+        """Return the request as JSON."""
+        return json.dumps([self.rank, self.cause, self.reason[:_MAX_REASON]])
+
+    @staticmethod
+    def from_json(key: str, content: bytes) -> Question:
+        """Return the request that a rank wrote to the store.
+
+        Raises:
+            ForeignValueError: The content is not such a request.
+        """
+        rank, cause, reason = value_of(key, content, _is_question)
+        return Question(rank, Cause(cause), reason)
 
 
 @dataclass(frozen=True)
@@ -137,9 +170,9 @@ class HangWatch:
         self._thread = threading.Thread(target=self._run, name="lightning_d9d hang watch", daemon=True)
         self._writer: threading.Thread | None = None
         self._number = 1
-        self._asked: str | None = None
+        self._asked: Question | None = None
         self._last_at = -_AGAIN_SECONDS
-        self._last_reason = ""
+        self._last_cause: Cause | None = None
         self._progress_at = time.monotonic()
         self._stalled: Snapshot | None = None
         self._stalled_at = 0.0
@@ -223,8 +256,8 @@ class HangWatch:
             return
         if wake is None:
             self._report_without_store(reason, seconds)
-        elif not (self._is_reported() and _WAITS in self._last_reason):
-            self._asked = reason
+        elif not (self._is_reported() and self._last_cause is Cause.WAIT):
+            self._asked = Question(self.rank, Cause.ERROR, reason)
             wake()
             self._answered.wait(ANSWER_SECONDS + 5)
         if self.written is not None:
@@ -266,7 +299,8 @@ class HangWatch:
     def ask(self) -> None:
         """Request a report, as a signal does."""
         if self.places and not self._is_reported():
-            self._asked = f"{signal.Signals(self.signal_number).name} came to rank {self.rank}"
+            reason = f"{signal.Signals(self.signal_number).name} came to rank {self.rank}"
+            self._asked = Question(self.rank, Cause.SIGNAL, reason)
 
     def _is_reported(self) -> bool:
         """Return True if a report was requested a short time ago."""
@@ -282,21 +316,21 @@ class HangWatch:
             return
         key = f"hang/{self._number}"
         if self._asked is not None:
-            store.compare_set(key, "", json.dumps([self.rank, self._asked[:_MAX_REASON]]))
+            store.compare_set(key, "", self._asked.to_json())
             self._asked = None
         elif not store.check([key]):
             return
         self._answered.clear()
-        by, reason = value_of(key, store.get(key), _is_question)
-        self._last_at, self._last_reason = time.monotonic(), reason
-        if by != self.rank:
+        question = Question.from_json(key, store.get(key))
+        self._last_at, self._last_cause = time.monotonic(), question.cause
+        if question.rank != self.rank:
             store.set(f"{key}/{self.rank}", self._snapshot().to_json())
             self._number += 1
             self._answered.set()
             return
         self._writer = threading.Thread(
             target=self._write,
-            args=(self._number, reason, store, ANSWER_SECONDS),
+            args=(self._number, question.reason, store, ANSWER_SECONDS),
             name="lightning_d9d report",
             daemon=True,
         )
@@ -429,7 +463,8 @@ class HangWatch:
         late = [call for call in pending if call.seconds > self.limit_seconds * self._late_share(call)]
         if late and not self._has_warned and self.places and not self._is_reported():
             self._has_warned = True
-            self._asked = f"rank {self.rank} {_WAITS} {late[0].seconds:.0f} s"
+            reason = f"rank {self.rank} waits for others since {late[0].seconds:.0f} s"
+            self._asked = Question(self.rank, Cause.WAIT, reason)
         stalled_seconds = time.monotonic() - self._progress_at
         for call in late:  # of the step that stalls, or of one that the host has left before
             if self._late_share(call) < 1 and call.limit_seconds < call.seconds < call.limit_seconds + stalled_seconds:
@@ -460,7 +495,10 @@ class HangWatch:
 
 
 def _is_question(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and isinstance(value[1], str)
+    if not (isinstance(value, list) and len(value) == 3):
+        return False
+    rank, cause, reason = value
+    return is_count(rank) and cause in tuple(Cause) and isinstance(reason, str)
 
 
 def _replace(path: Path, text: str) -> None:

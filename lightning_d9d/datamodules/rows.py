@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_d9d.data import DataRank
 from lightning_d9d.datamodules.batch_size import rows_of_rank
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.generation.sources import check_tokenizer_path
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
@@ -47,6 +48,9 @@ class RowsDataModule(L.LightningDataModule):
     Raises:
         ConfigError: A value is out of range, or two settings contradict each other.
     """
+
+    tokenizer: Any = None
+    """A directory, a name that `transformers` knows, "bytes", or a tokenizer object; None if it is unknown."""
 
     def __init__(
         self,
@@ -91,6 +95,11 @@ class RowsDataModule(L.LightningDataModule):
         self.validation_fraction = fraction
         self.seed = seed
         self.num_workers = num_workers
+
+    def check_paths(self, *, resumes: bool) -> None:
+        """Raise `ConfigError` if the tokenizer is a directory that does not exist. Local."""
+        if isinstance(self.tokenizer, str):
+            check_tokenizer_path(self.tokenizer)
 
     def test_dataloader(self) -> Loader:
         """Return `val_dataloader()`."""

@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d.datamodules.rows import Loader, RowsDataModule
 from lightning_d9d.errors import ConfigError, printable, reason
+from lightning_d9d.generation.sources import BYTES
 from lightning_d9d.log import logger
 
 END_OF_FILE = b"\0"  # closes every file; a NUL byte never occurs in text
@@ -68,6 +69,8 @@ class ByteTextDataModule(RowsDataModule):
     Raises:
         ConfigError: A value is out of range, or there is too little text for one batch on every data rank.
     """
+
+    tokenizer = BYTES
 
     def __init__(
         self,

@@ -117,6 +117,7 @@ class TokenDataModule(RowsDataModule):
                 "tokenizer; name one"
             )
         self.files = files
+        self.tokenizer = tokenizer
         self._texts = None if tokenizer is None else Texts(tokenizer, column, cache_folder)
         self.validation_files = validation_files
         self.borders = borders

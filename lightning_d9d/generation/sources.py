@@ -12,6 +12,7 @@ from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY, Qwen3MoePretraining
+from lightning_d9d.paths import check_directory, is_path, missing
 from lightning_d9d.state import DTYPE_NAMES
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.places import place_of
@@ -19,7 +20,7 @@ from lightning_d9d.strategy.checkpoint_files import is_checkpoint, read_value
 from lightning_d9d.strategy.trained_only import BASE, check_base_given
 
 BYTES = "bytes"
-_NUM_BYTES = 256
+NUM_BYTES = 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -47,7 +48,7 @@ class ByteTokenizer:
 
         Tokens that are not bytes, and bytes that are not UTF-8, become replacement characters.
         """
-        return b"".join(bytes([t]) if t < _NUM_BYTES else b"\xff" for t in tokens).decode(errors="replace")
+        return b"".join(bytes([t]) if t < NUM_BYTES else b"\xff" for t in tokens).decode(errors="replace")
 
 
 def load_model(
@@ -108,6 +109,16 @@ def _stored_dtype(source: str | Path) -> torch.dtype:
     return next((dtype for dtype in DTYPE_NAMES if str(dtype) == f"torch.{name}"), torch.float32)
 
 
+def check_tokenizer_path(name: str) -> None:
+    """Refuse the name of a tokenizer that must be a directory, and does not exist. Local.
+
+    Raises:
+        ConfigError: The directory does not exist.
+    """
+    if name != BYTES and is_path(name):
+        check_directory("tokenizer", name, "give another directory, or a name on Hugging Face's hub")
+
+
 def pretrained_tokenizer(name: str) -> Any:
     """Read a Hugging Face tokenizer. Local.
 
@@ -117,25 +128,16 @@ def pretrained_tokenizer(name: str) -> Any:
     Raises:
         ConfigError: The tokenizer does not exist, or `transformers` is not installed.
     """
-    if _is_path(name) and not os.path.exists(name):
-        raise ConfigError(
-            f"the tokenizer {name!r} is a directory that does not exist; give another one, or a name on Hugging Face's "
-            "hub"
-        )
+    check_tokenizer_path(name)
     try:
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]: an extra
     except ImportError as error:
-        raise ConfigError(f"the tokenizer {name!r} needs transformers: pip install 'lightning-d9d[hf]'") from error
+        raise ConfigError(f"tokenizer={name!r} needs transformers: pip install 'lightning-d9d[hf]'") from error
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the tokenizer {name!r} cannot be read: {str(error).splitlines()[0]}") from error
-
-
-def _is_path(name: str) -> bool:
-    """Return whether a name cannot be on the Hub, or its first part is a folder here."""
-    folder, _, rest = name.partition("/")
-    return name.startswith((".", "~")) or "/" in rest or (bool(rest) and os.path.isdir(folder)) or not folder
+        tail = "" if os.path.exists(name) else f"; {missing(name)}"
+        raise ConfigError(f"tokenizer={name!r} cannot be read: {str(error).splitlines()[0]}{tail}") from error
 
 
 def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tokenizer:
@@ -155,7 +157,7 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
         beside = Path(source)
         if any((beside / file).is_file() for file in TOKENIZER_FILES):
             name = str(beside)
-        elif vocab_size == _NUM_BYTES:
+        elif vocab_size == NUM_BYTES:
             name = BYTES
         else:
             raise ConfigError(
@@ -163,7 +165,7 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
                 "directory, a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
             )
     if name == BYTES:
-        if vocab_size < _NUM_BYTES:
+        if vocab_size < NUM_BYTES:
             raise ConfigError(f"a model of vocab_size={vocab_size} has no token for each byte; give its own tokenizer")
         return ByteTokenizer()
     tokenizer = pretrained_tokenizer(name)

@@ -140,7 +140,7 @@ PATCHES = (
         "callbacks.model_checkpoint.ModelCheckpoint",
         "while self.file_exists(filepath, trainer)",
     ),
-    # loaders of unequal lengths, and those that all ranks read alike: uneven.py
+    # loaders of unequal lengths: uneven.py
     Patch(
         "dataloader",
         tuple(f"{loop}._data_source" for loop in (_FIT, _VALIDATION, *_ALONE)),
@@ -148,12 +148,20 @@ PATCHES = (
         "trainer.connectors.data_connector._request_dataloader",
         "data_source.dataloader()",
     ),
+    # rows of data ranks: samplers.py
     Patch(
         "use_distributed_sampler",
         ("_accelerator_connector",),
         "ranks that read the same samples get no sampler",
         "trainer.connectors.data_connector._DataConnector._requires_distributed_sampler",
         "self.trainer._accelerator_connector.use_distributed_sampler",
+    ),
+    Patch(
+        "_resolve_sampler",
+        ("_data_connector",),
+        "validation and test take each row once",
+        "trainer.connectors.data_connector._DataConnector._prepare_dataloader",
+        "sampler = self._resolve_sampler(dataloader, shuffle=shuffle, mode=mode)",
     ),
     # strategy.py: sharded modules and gradients
     Patch(

@@ -86,11 +86,6 @@ def align_loaders(patches: Patches, trainer: L.Trainer, alignment: Alignment) ->
         patches.replace(loop._data_source, "dataloader", partial(_read_through, loop._data_source, kind, mode))
 
 
-def leave_samplers(patches: Patches, trainer: L.Trainer) -> None:
-    """Keep a Trainer from replacing the samplers of loaders with its own, in this run. Local."""
-    patches.replace(trainer._accelerator_connector, "use_distributed_sampler", False)
-
-
 def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader], mode: Any) -> CombinedLoader:
     loader = type(source).dataloader(source)
     return kind(loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, mode))

@@ -9,6 +9,10 @@ Blocks of one class and structure share one compilation. A block is recomputed (
 the layer. Torch would compile for each such object, because it checks the object's identity. The check is left out
 here: torch also checks the function and the arguments of a `partial`, on which the result depends.
 
+[Note: experts on other ranks] The numbers of tokens that ranks exchange are read on the host, and differ at each call.
+The compiler takes them as constants, and compiles for each of them, up to its limit. So a mixture whose tokens travel
+runs uncompiled inside of its compiled block. Its products are operators of this package, which the compiler keeps.
+
 [Note: compiled weight gradients] In split backwards a compiled block has no weight phase. Its backward is one compiled
 function, which computes all gradients in the input phase. Modules that are not compiled, such as embedding and head,
 are split as usual.
@@ -25,7 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.modules import ExpertBalance
+from lightning_d9d.modules import ExpertBalance, SparseMoE
+from lightning_d9d.modules.dispatch import AllToAllDispatch
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
@@ -57,6 +62,8 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
     for part in module.modules():
         keep_activations(part)
     restore_forwards(module, _forward)
+    if _uncompiled.cache_info().currsize:
+        restore_forwards(module, _uncompiled())
     if not parallel.compile:
         return
     has_losses = any(
@@ -72,6 +79,9 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
     blocks = list(blocks_of(module, parallel.shard_blocks) if blocks is None else blocks)
     check_blocks(module, blocks, "ParallelConfig.compile=True")
     replace_forwards(blocks, _forward, "ParallelConfig.compile=True")
+    mixtures = [part for block in blocks for part in block.modules() if isinstance(part, SparseMoE)]
+    if travelling := [each for each in mixtures if isinstance(each.dispatch, AllToAllDispatch)]:
+        replace_forwards(travelling, _uncompiled(), "ParallelConfig.compile=True")
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +91,12 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @cache
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(forward, options={"guard_filter_fn": _checked})
+
+
+@cache
+def _uncompiled() -> Callable[..., Any]:
+    """Return a forward that the compiler does not trace; torch's compiler is imported only when it is needed."""
+    return torch.compiler.disable(SparseMoE.forward)
 
 
 def _checked(guards: Sequence[Any]) -> list[bool]:

@@ -129,7 +129,7 @@ class ParallelConfig:
         if self.compile and self.recompute in ("selective", "attention"):
             raise ConfigError(
                 f"ParallelConfig.compile=True with recompute={self.recompute!r}, which recomputes parts of blocks, but "
-                "blocks are compiled whole. Choose recompute='none', 'full', 'offload' or 'every_2'"
+                "blocks are compiled whole. Choose recompute='none', 'full', 'offload', 'every_2' or '3_of_4'"
             )
         if self.compile and self.overlap_experts:
             raise ConfigError(

@@ -185,7 +185,7 @@ def _already_in_order(batches: Sequence[_Batch]) -> dict[str, str] | None:
 
 
 def _split_into_files(rows: Iterable[_Row], max_bytes: int) -> list[list[_Block]]:
-    """Yield the blocks of each file; rows come in order."""
+    """Return the blocks of each file; rows come in order."""
     files: list[list[_Block]] = []
     num_bytes = 0
     last: _Row | None = None
@@ -202,12 +202,6 @@ def _split_into_files(rows: Iterable[_Row], max_bytes: int) -> list[list[_Block]
         files[-1][-1].append(row)
         last = row
     return files
-
-
-def _is_next(last: _Row, row: _Row) -> bool:
-    """Return True if `row` can follow `last` in one tensor."""
-    follows = (row.batch.source, row.number) == (last.batch.source, last.number + 1)
-    return follows and row.batch.specs == last.batch.specs
 
 
 def _specs(block: _Block) -> dict[str, _RowSpec]:

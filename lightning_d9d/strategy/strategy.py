@@ -28,8 +28,9 @@ from lightning_d9d.loop.display import adapt_display, resume_bar, say, silence, 
 from lightning_d9d.loop.interrupt import Interruption, set_exit_code
 from lightning_d9d.loop.launch import check_number_of_ranks, ending_with_launcher
 from lightning_d9d.loop.patches import Patches
+from lightning_d9d.loop.samplers import adapt_samplers
 from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit, tell_end
-from lightning_d9d.loop.uneven import align_loaders, begin_evaluation_step, leave_samplers, plan_of
+from lightning_d9d.loop.uneven import align_loaders, begin_evaluation_step, plan_of
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mixing import ReplicaMixing, Topology
 from lightning_d9d.ops.backend import using_kernels
@@ -261,8 +262,7 @@ class D9DStrategy(SaveHooks):
         self._join(trainer, patches)
         clip_by(patches, self.precision_plugin, self._clip_grad_by_norm, self._clip_grad_by_value)
         adapt_display(patches, trainer)
-        if self.is_distributed and self.ranks.dp_size == 1:
-            leave_samplers(patches, trainer)
+        adapt_samplers(patches, trainer, self.ranks.dp_size, may_differ=isinstance(module, D9DModule))
         self._kernels.enter_context(using_kernels(self.parallel.kernels))
         self._kernels.enter_context(using_grouped_gemm(self.parallel.grouped_gemm))
         mesh = self.mesh_config.resolve(self.world_size)

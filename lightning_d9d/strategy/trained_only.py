@@ -93,11 +93,13 @@ def check_base(base: Any, module: object, seed: int | None, source: object) -> N
     theirs, ours = base["pretrained"], getattr(module, "pretrained", None)
     if theirs is not None and ours is None:
         raise StateError(
-            f"{source} has only trained parameters, on the base {theirs!r}; give the module pretrained={theirs!r}"
+            f"{source} has only trained parameters, on the base {theirs!r}; set --model.pretrained {theirs}, or "
+            "pretrained of the model in a file or in Python"
         )
     if theirs is None and ours is not None:
         raise StateError(
-            f"{source} has only trained parameters, on initial weights; leave pretrained={str(ours)!r} out"
+            f"{source} has only trained parameters, on initial weights; leave out pretrained of the model "
+            f"({str(ours)!r})"
         )
     if theirs is not None and str(ours) != theirs:
         rank_zero_warn(
@@ -106,5 +108,5 @@ def check_base(base: Any, module: object, seed: int | None, source: object) -> N
     if theirs is None and None not in (seed, base["seed"]) and seed != base["seed"]:
         raise StateError(
             f"{source} has only trained parameters, on the initial weights of seed {base['seed']}, but this run has "
-            f"seed {seed}; call seed_everything({base['seed']}) first"
+            f"seed {seed}. Set --seed_everything {base['seed']}, or call seed_everything({base['seed']}) in Python"
         )

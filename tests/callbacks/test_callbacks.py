@@ -98,9 +98,9 @@ def test_loss_curve_without_matplotlib_is_refused_before_training(
 
 
 def test_text_sample_is_printed_and_repeatable(folder: Path, capsys: pytest.CaptureFixture[str]):
-    module = fit(folder, TextSample(prompt="a =", num_characters=20, context_length=8))
+    module = fit(folder, TextSample(prompt="a =", num_tokens=20, context_length=8))
     printed = capsys.readouterr().out
-    sample = TextSample(prompt="a =", num_characters=20, context_length=8)
+    sample = TextSample(prompt="a =", num_tokens=20, context_length=8)
     assert f"a ={printable(sample.generate(module.model))}" in printed
     assert module.model.training
     # With a certain model every byte is its likeliest: the same as a greedy walk over its logits.
@@ -293,5 +293,5 @@ def test_of_two_whole_models_the_first_is_exported_and_asked(tmp_path: Path):
     loaded = Qwen3MoeForCausalLM(CONFIG)
     load_huggingface(loaded, tmp_path / "export")
     assert torch.equal(loaded.lm_head.weight, module.student.lm_head.weight)
-    sample = TextSample(num_characters=5)
+    sample = TextSample(num_tokens=5)
     assert sample.generate(module) == sample.generate(module.student)

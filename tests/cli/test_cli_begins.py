@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lightning_d9d.cli import main, training
 from lightning_d9d.cli.commands import parse
 from lightning_d9d.errors import ConfigError, RankError, StateError, note_first
 from lightning_d9d.generation.commands import main_evaluate
-from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, save_huggingface
 from lightning_d9d.schedule import MeasuredCosts, WrittenProgram
 from lightning_d9d.state import read_tensors
 from tests.harness.forked import on_small_disk
@@ -87,11 +88,13 @@ def test_last_and_auto(
         f"error: --ckpt_path last: no last*.ckpt is in {saved}; give the path of a checkpoint, or begin without one by "
         "--ckpt_path auto"
     )
+    assert run(monkeypatch, *fit, "--ckpt_path", "auto", "--model.pretrained", "nowhere") == 2
     assert not saved.exists()
     assert run(monkeypatch, *fit, "--ckpt_path", "auto") == 0
     assert open_directory(saved / "last.ckpt", alone=True).values["global_step"] == 2
     for wanted, steps in (("auto", "4"), ("last", "6")):
-        assert run(monkeypatch, *fit, "--ckpt_path", wanted, "--trainer.max_steps", steps) == 0
+        more = ("--trainer.max_steps", steps, "--model.pretrained", "nowhere")  # which a resumed run does not read
+        assert run(monkeypatch, *fit, "--ckpt_path", wanted, *more) == 0
         assert f"Restored all states from the checkpoint at {saved / 'last'}" in caplog.text
         caplog.clear()
     assert run(monkeypatch, "validate", "--config", "run.yaml", "--ckpt_path", "auto", "--trainer.callbacks", "[]") == 2
@@ -104,6 +107,31 @@ def test_last_and_auto(
     built = Built(args=["fit", "--config", "runs/config.yaml", *overridden])
     assert built.model.warmup_steps == 9
     assert getattr(built.trainer.checkpoint_callback, "dirpath", None) == str(folder / "other" / "saved")
+
+
+def test_a_checkpoint_of_adapters_names_the_options_that_it_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of its base, or of the seed of initial weights. A run that follows goes on."""
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d"])
+    config = Built(args=["fit", "--config", "run.yaml"]).model.config
+    save_huggingface(Qwen3MoeForCausalLM(config), "base")
+    adapters = ("--model.peft", "LoRA", "--model.peft.rank", "2")
+    fit = ("fit", "--config", "run.yaml", *adapters, "--trainer.strategy.checkpoint.trainable_only", "true")
+    resume = ("--ckpt_path", "last", "--trainer.max_steps", "4")
+    for first, wrong, remedy in (
+        (("--model.pretrained", "base"), (), "--model.pretrained base"),
+        (("--seed_everything", "1"), ("--seed_everything", "2"), "--seed_everything 1"),
+    ):
+        assert run(monkeypatch, *fit, *first) == 0
+        capsys.readouterr()
+        assert run(monkeypatch, *fit, *wrong, *resume) == 2
+        [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert f"has only trained parameters, on the {'base' if not wrong else 'initial weights of seed 1'}" in error
+        assert f"et {remedy}, or " in error
+        assert run(monkeypatch, *fit, *remedy.split(), *resume) == 0
+        assert open_directory("runs/saved/last.ckpt", alone=True).values["global_step"] == 4
+        shutil.rmtree("runs")
 
 
 @pytest.mark.mounts

@@ -228,6 +228,36 @@ ON_THE_COMMAND_LINE = {
         "nearest that fit are 1 and 3\n"
     ),
 }
+ON_THE_COMMAND_LINE |= {
+    ("--model.pretrained", "models/qwen", "--trainer.devices", "2"): (
+        "--model.pretrained: pretrained='models/qwen' does not exist; give the directory of a model saved as "
+        "safetensors; did you mean 'qwen3'?\n"
+    ),
+    ("--model.pretrained", "Qwen/Qwen3-0.6B"): (
+        "--model.pretrained: pretrained='Qwen/Qwen3-0.6B' does not exist, nor does its folder; fetch a model of "
+        "Hugging Face's hub by `hf download Qwen/Qwen3-0.6B --local-dir DIRECTORY`\n"
+    ),
+    ("--data", "ChatDataModule", "--data.train", "a.jsonl", "--data.tokenizer", "models/qwen"): (
+        "--data.tokenizer: tokenizer='models/qwen' does not exist; give another directory, or a name on Hugging Face's "
+        "hub; did you mean 'qwen3'?\n"
+    ),
+    ("--data", "TokenDataModule", "--data.files", "a.txt", "--data.tokenizer", "./model/qwen3"): (
+        "--data.tokenizer: tokenizer='./model/qwen3' does not exist, nor does its folder; give another directory, or a "
+        "name on Hugging Face's hub; did you mean 'models'?\n"
+    ),
+    (
+        "--trainer.callbacks+=HuggingFaceExport",
+        "--trainer.callbacks.directory=out",
+        "--trainer.callbacks.tokenizer=t",
+    ): (
+        "--trainer.callbacks.tokenizer: tokenizer='t' does not exist; give the directory in which a tokenizer was "
+        "saved\n"
+    ),
+    ("--trainer.callbacks+=InitialWeights", "--trainer.callbacks.path=las.ckpt"): (
+        "--trainer.callbacks.path: path='las.ckpt' does not exist; give a checkpoint directory or a Lightning file; "
+        "did you mean 'last.ckpt'?\n"
+    ),
+}
 IN_THE_FILE = {
     ("  - class_path: TextSample\n", "  - class_path: EarlyStopping\n  - class_path: TextSample\n"): (
         "run.yaml, line 19: EarlyStopping needs monitor; set monitor: VALUE below its init_args:\n"
@@ -242,7 +272,7 @@ IN_THE_FILE = {
     ),
     ("context_length", "context_lenght"): (
         "run.yaml, line 21: TextSample has no option 'context_lenght'; did you mean 'context_length'?\n"
-        "TextSample takes prompt, num_characters, temperature, context_length, seed\n"
+        "TextSample takes prompt, num_tokens, temperature, context_length, seed, tokenizer\n"
     ),
     (
         "batch_size: 8",
@@ -266,6 +296,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.yaml").write_text("trainer:\n  callbacks: [LossCurve\nmodel: Qwen3MoePretraining\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "last.ckpt").touch()
+    (tmp_path / "models" / "qwen3").mkdir(parents=True)
     return tmp_path
 
 

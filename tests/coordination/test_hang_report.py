@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_d9d.coordination import snapshots
 from lightning_d9d.coordination.hang_report import Known, Silent, diagnose, ranks_in_words, report_text
-from lightning_d9d.coordination.hangs import HangWatch
+from lightning_d9d.coordination.hangs import Cause, HangWatch, Question
 from lightning_d9d.coordination.messages import ForeignValueError
 from lightning_d9d.coordination.snapshots import NUM_CALLS, Call, Snapshot, Stack, calls_of, last_calls
 from lightning_d9d.coordination.watchdog import RankWatch
@@ -170,24 +170,31 @@ def test_a_wait_on_nccl_longer_than_its_limit_fails_the_job(
         watch.close()
 
 
-@pytest.mark.parametrize("first", ["RuntimeError: timed out", "rank 1 waits for others since 5 s"])
+@pytest.mark.parametrize("first", Cause)
 def test_a_rank_does_not_ask_again_for_what_another_has_reported(
-    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: Cause, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its wait grows late while the job ends, or ends with an error."""
+    """Its wait grows late while the job ends. An error that ends the wait is explained by the report of the wait."""
     late = replace(call("0", 12), seconds=5.0)
     monkeypatch.setattr(snapshots, "take", lambda *_, **__: snapshot(0, WAITS, late))
     watch = HangWatch(0, 4, tmp_path, several_nodes=False, signal_number=0)
     watch.places = [watch.place, watch.place]
     store = dist.HashStore()
-    store.set("hang/1", json.dumps([1, first]))
+    store.set("hang/1", Question(1, first, "in any words").to_json())
     watch.talk(store)
     assert store.check(["hang/1/0"])
     watch._look_at_stall(snapshots.take(0, 0))
-    if "waits for others" in first:
-        watch.explain(RuntimeError(), "RuntimeError: timed out", lambda: watch.talk(store), 1, True)
     watch.talk(store)
     assert not store.check(["hang/2"])
+    watch.explain(RuntimeError(), "RuntimeError: timed out", lambda: None, 1, True)
+    assert (watch._asked is None) == (first is Cause.WAIT)
+
+
+@pytest.mark.parametrize("content", [b'[1, "error"]', b'[1, "boredom", "x"]', b'[-1, "error", "x"]', b'[1, [], "x"]'])
+def test_a_request_of_another_program_is_refused(content: bytes) -> None:
+    assert Question.from_json("hang/1", Question(1, Cause.WAIT, "x").to_json().encode()) == Question(1, Cause.WAIT, "x")
+    with pytest.raises(ForeignValueError, match="under 'hang/1', which no rank of this job wrote"):
+        Question.from_json("hang/1", content)
 
 
 def test_the_report_has_the_stacks_of_all_ranks() -> None:

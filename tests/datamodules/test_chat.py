@@ -242,7 +242,7 @@ def test_too_few_chats(file: Path) -> None:
         data(str(file), sequence_length=5)
     with pytest.raises(RuntimeError, match="call setup"):
         ChatDataModule(str(file), make_tokenizer("chatml")).train_dataloader()
-    with pytest.raises(ConfigError, match="the tokenizer '/nowhere' is a directory that does not exist"):
+    with pytest.raises(ConfigError, match="tokenizer='/nowhere' does not exist; give another directory"):
         ChatDataModule(str(file), "/nowhere").setup()
 
 

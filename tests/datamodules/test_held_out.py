@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 from lightning_d9d import D9DStrategy, ParallelConfig
 from lightning_d9d.callbacks import PredictionWriter
@@ -29,7 +31,8 @@ from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
 from tests.meshes.cases import Case
 from tests.meshes.equality import CONFIG
-from tests.strategy.plain import trainer
+from tests.strategy.plain import Plain, trainer
+from tests.strategy.plain import loader as plain_loader
 
 MODEL = replace(CONFIG, vocab_size=512)
 NUM_ROWS = 5
@@ -173,3 +176,69 @@ def test_each_row_counts_once(rank: RankContext, case: Case, kind: str) -> None:
     assert len(written) == NUM_ROWS
     for index, (actual, (ids, logits)) in enumerate(zip(written, predicted, strict=True)):
         assert_close_named(f"row {index}", actual[: len(ids)], logits[: len(ids)], kind=Kind.OUTPUT)
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of random ids, each with its number in front."""
+
+    def __init__(self, number: int) -> None:
+        self._ids = torch.randint(1, 500, (number, 9), generator=torch.Generator().manual_seed(0))
+        self._ids[:, 0] = torch.arange(number) + 500
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._ids[index, :-1], "labels": self._ids[index, 1:]}
+
+
+OWN_LOADERS: dict[str, Callable[[Rows], DataLoader[dict[str, Tensor]]]] = {
+    "in order": lambda rows: DataLoader(rows, 2),
+    "shuffled": lambda rows: DataLoader(rows, 2, shuffle=True),
+    "a part": lambda rows: DataLoader(rows, 2, sampler=SubsetRandomSampler(range(len(rows)))),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", OWN_LOADERS)
+def test_each_row_of_a_loader_of_the_users_own_counts_once(rank: RankContext, kind: str) -> None:
+    """Between the batches of a fit as in a validation alone: Lightning's sampler would repeat the first row."""
+    rows, model = Rows(NUM_ROWS), cast(Any, model_on_one_process())
+    with torch.no_grad():
+        total = sum(model(**row, reduction="sum").loss for row in rows_of(DataLoader(rows, 2)))
+    loss, all_rows = total / (8 * NUM_ROWS), Counter(tuple(row["input_ids"].tolist()) for row in rows)
+
+    def check(seen: Seen, losses: dict[str, Any]) -> None:
+        assert sum((Counter(each) for each in rank.all_gather_object(seen.rows)), Counter()) == all_rows
+        assert_close_named("val_loss", torch.as_tensor(losses["val_loss"]).float(), loss.float(), kind=Kind.LOSS)
+        seen.rows = []
+
+    L.seed_everything(1, verbose=False)
+    seen, loader = Seen(), OWN_LOADERS[kind](rows)
+    run = trainer(D9DStrategy(), 2, rank.device.type, precision="64-true", callbacks=[seen], max_epochs=1)
+    module = Qwen3MoePretraining(MODEL, learning_rate=0.0, weight_decay=0.0)
+    check(seen, run.validate(module, loader, verbose=False)[0])
+    run.fit(module, DataLoader(Rows(8), 2), loader)
+    check(seen, run.callback_metrics)
+
+
+REPEATED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "a plain module": (
+        lambda: Plain("adamw", batch_norm=False),
+        lambda: plain_loader(5),
+        "1 of 5 rows of a val_dataloader are repeated .*; make it a D9DModule, .* or evaluate on one rank",
+    ),
+    "fewer rows than ranks": (
+        lambda: Qwen3MoePretraining(MODEL),
+        lambda: DataLoader(Rows(1), 1),
+        "1 of 1 rows of a val_dataloader are repeated .*; give at least 2 rows",
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", REPEATED)
+def test_rows_that_are_repeated_are_said(rank: RankContext, name: str) -> None:
+    module, loader, message = REPEATED[name]
+    with pytest.warns(UserWarning, match=message) if rank.rank == 0 else nullcontext():
+        trainer(D9DStrategy(), 2, rank.device.type).validate(module(), loader(), verbose=False)

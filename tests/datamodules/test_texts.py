@@ -107,7 +107,7 @@ def test_texts_are_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("broken.jsonl", {"tokenizer": "bytes"}, r"broken\.jsonl, line 1 is not JSON"),
         ("empty.txt", {"tokenizer": "bytes"}, r"no document has any text \(1 empty\)"),
         ("none.txt", {"tokenizer": "bytes"}, r"none\.txt\.bin cannot be read: it does not exist"),
-        ("a.txt", {"tokenizer": "nowhere/at/all"}, "tokenizer 'nowhere/at/all' is a directory that does not exist"),
+        ("a.txt", {"tokenizer": "nowhere/at/all"}, "tokenizer='nowhere/at/all' does not exist, nor does"),
     ],
 )
 def test_refused(tmp_path: Path, name: str, options: dict[str, Any], message: str) -> None:

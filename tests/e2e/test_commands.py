@@ -34,7 +34,7 @@ SHORT = (
         "32",
     ),
 )
-NUM_CHARACTERS = 8
+NUM_TOKENS = 8
 """The length of samples of text; to generate a character takes as long as a forward."""
 TIMEOUT_SECONDS = 600
 """The limit of a command, longer than a busy machine needs."""
@@ -53,7 +53,7 @@ def with_short_text(folder: Path) -> tuple[str, str]:
     """Return arguments that give the callbacks of `tiny.yaml` again, with a short sample of text."""
     callbacks = yaml.safe_load((EXAMPLES / "tiny.yaml").read_text())["trainer"]["callbacks"]
     sample = next(each for each in callbacks if each["class_path"] == "TextSample")
-    sample["init_args"]["num_characters"] = NUM_CHARACTERS
+    sample["init_args"]["num_tokens"] = NUM_TOKENS
     config = folder / "short.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
     return "--config", str(config)
@@ -63,7 +63,7 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     leftover = tmp_path / "checkpoints" / "last.ckpt"
     leftover.parent.mkdir()
     leftover.write_text("of an earlier run")
-    options = ("--max_steps", "5", "--output", str(tmp_path))
+    options = ("--max_steps", "5", "--num_tokens", str(NUM_TOKENS), "--output", str(tmp_path))
     script = "examples.qwen3_moe.quickstart"
     result = run_command(*options, folder=EXAMPLES.parents[1], variables={}, module=script, seconds=TIMEOUT_SECONDS)
     assert result.returncode == 0, result.stderr
@@ -71,7 +71,7 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "training starts at step 0 of 5",
         "interrupted at step 4",
         "training starts at step 4 of 5",
-        "--- 20 generated characters ---",
+        f"--- {NUM_TOKENS} generated tokens ---",
         "steps 5, ",
         "unigram entropy 3.",
     ]
@@ -81,7 +81,7 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     for metric in ("train_loss", "tokens_per_s", "val_loss", "val_perplexity"):
         assert f"{metric}=" in result.stdout + result.stderr
     assert_results(tmp_path, "loss_curve.png", "huggingface")
-    shorter = [("--max-new-tokens", str(NUM_CHARACTERS)), (), with_short_text(tmp_path)]
+    shorter = [("--max-new-tokens", str(NUM_TOKENS)), (), with_short_text(tmp_path)]
     commands = [shlex.split(line.split(":  ")[1]) for line in result.stdout.split("What next:")[1].strip().splitlines()]
     printed = []
     for (python, flag, module, *arguments), more in zip(commands, shorter, strict=True):  # in this process: faster
@@ -96,7 +96,7 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         printed.append(capsys.readouterr())
     assert printed[0].out.startswith("def ")
     assert printed[1].out.startswith("perplexity ")
-    assert f"--- {NUM_CHARACTERS} generated characters ---" in printed[2].out
+    assert f"--- {NUM_TOKENS} generated tokens ---" in printed[2].out
     assert (tmp_path / "yaml" / "export" / "model.safetensors").exists()
 
 
@@ -142,8 +142,8 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     commands = [line for line in notebook.cells.pop().source.splitlines() if line.startswith("!")]
-    [sampling] = [cell for cell in notebook.cells if "num_characters=200" in cell.source]
-    sampling.source = sampling.source.replace("=200", f"={NUM_CHARACTERS}")
+    [sampling] = [cell for cell in notebook.cells if "num_tokens=200" in cell.source]
+    sampling.source = sampling.source.replace("=200", f"={NUM_TOKENS}")
     NotebookClient(notebook, timeout=TIMEOUT_SECONDS, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
     assert_results(tmp_path / "notebook", "loss_curve.png", "huggingface")
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
@@ -151,7 +151,7 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     for line, said in zip(commands, ("def ", "perplexity "), strict=True):
         words = shlex.split(line.format(sys=sys, output=tmp_path / "notebook", L=lightning))
         assert words[:3] == [f"!{sys.executable}", "-m", "lightning_d9d.cli"]
-        words = [str(NUM_CHARACTERS) if word == "100" else word for word in words]
+        words = [str(NUM_TOKENS) if word == "100" else word for word in words]
         monkeypatch.setattr(sys, "argv", ["lightning-d9d", *words[3:]])
         main()
         assert capsys.readouterr().out.startswith(said)

@@ -127,7 +127,7 @@ def test_a_directory_that_is_missing_is_not_sought_on_the_hub(
 ) -> None:
     (tmp_path / "tokens").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"the tokenizer '{name}' is a directory that does not exist"):
+    with pytest.raises(ConfigError, match=rf"tokenizer='{name}' does not exist"):
         load_tokenizer(name, tmp_path, 64)
 
 

@@ -152,6 +152,7 @@ THINNED = {
     "parallel/test_graphs.py::test_by_a_trainer": ("bf16-true-cpu",),
     "parallel/test_compiling.py::test_losses_and_gradients_are_those_of_the_model": (
         "whole-full",
+        "whole-offload",
         "split-every_2",
         "split-none",
     ),

@@ -162,7 +162,13 @@ def test_nothing_is_left_on_two_ranks(rank: RankContext, how: str) -> None:
     assert replaced_by(run, ends, Staged(), *data) == {
         *("run", "setup_data", "on_run_start", "on_advance_start", "on_advance_end", "_broadcast_sigterm_tensor"),
         "callbacks",
-        *("_store_dataloader_outputs", "_sigterm_notifier_fn", "register_signal_handlers", "dataloader"),
+        *(
+            "_store_dataloader_outputs",
+            "_sigterm_notifier_fn",
+            "register_signal_handlers",
+            "dataloader",
+            "_resolve_sampler",
+        ),
         *("inference_mode", "clip_grad_by_norm", "clip_grad_by_value"),
     }
     assert run.global_step == 12 if how == "end" else run.global_step < num_rows // 4

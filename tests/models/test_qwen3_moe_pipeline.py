@@ -82,7 +82,7 @@ def test_weights_come_in_and_go_out_and_text_is_that_of_the_whole_model(
     start, end = rank.tmp_dir / "start", rank.tmp_dir / "end"
     save_huggingface(pretrained(config), start)
     module = Watched(config, pretrained=str(start), learning_rate=0.01, warmup_steps=0)
-    options: dict[str, Any] = {"prompt": "a = ", "num_characters": 12, "context_length": 8}
+    options: dict[str, Any] = {"prompt": "a = ", "num_tokens": 12, "context_length": 8}
     sample = Kept(**options)
     run = trainer(
         D9DStrategy(mesh=MeshConfig(pipeline_parallel=2), schedule=schedule),

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from lightning_d9d import ConfigError, MeshConfig, ParallelConfig
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
-from lightning_d9d.modules import SwiGLU
+from lightning_d9d.modules import SparseMoE, SwiGLU
 from lightning_d9d.ops import WeightGradients, defer, grouped_gemm, using_grouped_gemm
 from lightning_d9d.ops.backend import runs_triton, using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
@@ -52,7 +52,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_tensors_close(actual, expected)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "every_2"])
+@pytest.mark.parametrize("recompute", ["none", "full", "every_2", "3_of_4", "offload"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_losses_and_gradients_are_those_of_the_model(recompute: str, split: bool) -> None:
     (model, inputs), (compiled, same_inputs) = make_qwen3(), make_qwen3()
@@ -240,6 +240,27 @@ def test_fully_sharded(rank: RankContext) -> None:
         actual = train(compiled, inputs)
         assert counters["stats"]["unique_graphs"] >= 1
     assert_same(actual, train(model, inputs))
+    domains.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recompute", "split"), [("none", False), ("full", False), ("none", True)])
+def test_numbers_of_tokens_that_travel_are_not_compiled(rank: RankContext, recompute: str, split: bool) -> None:
+    """Each batch sends other numbers of tokens. All layers and batches share the two parts around the experts."""
+    domains = MeshDomains.build(MeshConfig(data_parallel_shard=2, expert_parallel=2), rank.device.type)
+    (model, _), (compiled, _) = make_qwen3(balance=None), make_qwen3(balance=None)
+    parallelize_qwen3_moe(model.to(rank.device), domains, ParallelConfig())
+    parallelize_qwen3_moe(compiled.to(rank.device), domains, ParallelConfig(compile=True, recompute=recompute))
+    with compiler(whole=False):
+        for step in range(4):
+            _, inputs = make_qwen3(seed=2 * step + rank.rank)
+            inputs = {n: v.to(rank.device) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+            assert_same(train(compiled, dict(inputs), split), train(model, inputs, split))
+            assert counters["stats"]["unique_graphs"] == 2
+            for parameter in (*model.parameters(), *compiled.parameters()):
+                parameter.grad = None
+    compile_blocks(compiled, ParallelConfig())
+    assert not any("forward" in vars(part) for part in compiled.modules() if isinstance(part, SparseMoE))
     domains.close()
 
 

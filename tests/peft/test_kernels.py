@@ -131,7 +131,7 @@ def test_experts_over_ranks(rank: RankContext) -> None:
 )
 def test_compiled_blocks_on_ranks(rank: RankContext, mesh: dict[str, int]) -> None:
     runs = []
-    with compiler(whole="expert_parallel" not in mesh):  # the numbers of rows for others are asked for on the host
+    with compiler(whole="expert_parallel" not in mesh):  # there experts run uncompiled
         for compiles in (False, True):
             L.seed_everything(1, verbose=False)
             strategy = D9DStrategy(mesh=MeshConfig(**mesh), parallel=ParallelConfig(compile=compiles))

@@ -492,7 +492,7 @@ def test_a_sharded_model_is_exported_whole_and_writes_text(rank: RankContext) ->
             return rows_of(0, rank)
 
     module = Bytes(config, 1)
-    sample = TextSample(prompt="a = ", num_characters=3, context_length=8)
+    sample = TextSample(prompt="a = ", num_tokens=3, context_length=8)
     callbacks = [HuggingFaceExport(rank.tmp_dir / "model"), sample]
     options: dict[str, Any] = {"gradient_clip_val": 1.0, "use_distributed_sampler": False, "max_steps": 1}
     trainer(D9DStrategy(mesh=MeshConfig(**EXPERTS)), 2, rank.device.type, callbacks=callbacks, **options).fit(module)

@@ -80,6 +80,14 @@ USED: dict[str, Callable[[], bool]] = {
         and calls(DataConnector._requires_distributed_sampler, "_accelerator_connector.use_distributed_sampler")
         and calls(L.LightningModule.log, "sync_dist and trainer._accelerator_connector.is_distributed")
     ),
+    # loop/samplers.py
+    "_data_connector": lambda: isinstance(trainer()._data_connector, DataConnector),
+    "_resolve_sampler": lambda: parameters_of(DataConnector._resolve_sampler) == ["dataloader", "shuffle", "mode"],
+    "_requires_distributed_sampler": lambda: (
+        parameters_of(DataConnector._requires_distributed_sampler) == ["dataloader"]
+        and calls(DataConnector._resolve_sampler, "self._requires_distributed_sampler(dataloader)")
+    ),
+    # loop/shutdown.py reads these, too
     "_data_fetcher": lambda: (
         trainer().fit_loop._data_fetcher is None and calls(fit_loop._FitLoop.setup_data, "self._data_fetcher =")
     ),

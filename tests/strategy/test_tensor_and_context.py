@@ -344,7 +344,7 @@ def test_text_is_written(rank: RankContext, mesh: dict[str, int]) -> None:
     """The text is that of one process, with prompts of any length."""
     config = replace(SMALL, vocab_size=256)
     L.seed_everything(SEED, verbose=False)
-    sample = TextSample(prompt="a = ", num_characters=3, context_length=5, temperature=1e-6)
+    sample = TextSample(prompt="a = ", num_tokens=3, context_length=5, temperature=1e-6)
     texts = []
 
     class Asked(Watched):

@@ -97,7 +97,7 @@ def test_ranks_go_on_exactly(rank: RankContext, tmp_path: Path, mode: str, mesh:
 def test_another_base_is_refused(tmp_path: Path, mode: str, monkeypatch: Any, capsys: Any) -> None:
     fit(tmp_path, mode, {})
     saved = tmp_path / "step=3.ckpt"
-    with pytest.raises(StateError, match=r"weights of seed 1, but this run has seed 2; call seed_everything\(1\)"):
+    with pytest.raises(StateError, match=r"weights of seed 1, but this run has seed 2. Set --seed_everything 1, or"):
         fit(tmp_path, mode, {}, seed=2, ckpt=saved)
     torch.manual_seed(2)
     with pytest.raises(StateError, match="initial weights of seed 1"):
@@ -106,11 +106,11 @@ def test_another_base_is_refused(tmp_path: Path, mode: str, monkeypatch: Any, ca
 
     torch.manual_seed(5)
     save_huggingface(Qwen3MoeForCausalLM(CONFIG), tmp_path / "base")
-    with pytest.raises(StateError, match="on initial weights; leave pretrained="):
+    with pytest.raises(StateError, match="on initial weights; leave out pretrained of the model"):
         fit(tmp_path, mode, {}, ckpt=saved, pretrained=str(tmp_path / "base"))
     straight = fit(tmp_path / "second", mode, {}, pretrained=str(tmp_path / "base"))
     saved = tmp_path / "second" / "step=3.ckpt"
-    with pytest.raises(StateError, match=r"on the base .*give the module pretrained="):
+    with pytest.raises(StateError, match=r"on the base .*; set --model\.pretrained .*/base, or "):
         fit(tmp_path, mode, {}, ckpt=saved)
     alone = Qwen3MoePretraining.load_from_checkpoint(saved.with_name("step=6.ckpt"), pretrained=str(tmp_path / "base"))
     for name, value in straight.state_dict().items():

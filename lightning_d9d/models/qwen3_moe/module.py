@@ -24,7 +24,7 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.loop.progress import is_watched
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.batch import BatchCheck, check_form, place_in_data, prepared
-from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig, refuse_checkpoint
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM, layers_of_stages
@@ -40,6 +40,7 @@ from lightning_d9d.ops.linear_cross_entropy import IGNORED
 from lightning_d9d.optim import OptimizerSettings, ParameterGroup
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.paths import check_directory, is_path
 from lightning_d9d.peft import PeftMethod, inject
 from lightning_d9d.peft.methods import as_table, from_table
 from lightning_d9d.pipeline.partition import split_by_sizes
@@ -283,6 +284,20 @@ class Qwen3MoePretraining(D9DModule):
         known = inspect.signature(cls.__init__).parameters
         saved = {name: value for name, value in saved.items() if name in known}
         return super().load_from_checkpoint(checkpoint_path, *args, **{**saved, **kwargs})
+
+    def check_paths(self, *, resumes: bool) -> None:
+        """Refuse a `pretrained` that does not exist, or is a checkpoint. It is not read in a run that resumes. Local.
+
+        Raises:
+            ConfigError: The directory does not exist, or has no weights in Hugging Face's form.
+        """
+        if self.pretrained is None or resumes:
+            return
+        remedy = "give the directory of a model saved as safetensors"
+        if not is_path(self.pretrained):
+            remedy = f"fetch a model of Hugging Face's hub by `hf download {self.pretrained} --local-dir DIRECTORY`"
+        check_directory("pretrained", self.pretrained, remedy)
+        refuse_checkpoint(self.pretrained)
 
     def load_pretrained(self) -> None:
         """Read the directory `pretrained`."""

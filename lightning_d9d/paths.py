@@ -1,0 +1,58 @@
+"""Paths that a user names: whether they exist, and which one was meant."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol, runtime_checkable
+
+from lightning_d9d.errors import ConfigError, did_you_mean
+
+
+@runtime_checkable
+class NamesPaths(Protocol):
+    """A model, data module or callback that the command line asks for missing paths before a run begins."""
+
+    def check_paths(self, *, resumes: bool) -> None:
+        """Raise `ConfigError` if a path that the run will read does not exist. Local.
+
+        Args:
+            resumes: Whether the run begins with a checkpoint.
+        """
+        ...
+
+
+def missing(path: str) -> str:
+    """Return a message that a path does not exist, with the nearest name in its folder."""
+    return path + "".join(_missing(path))
+
+
+def _missing(path: str) -> tuple[str, str]:
+    """Return that a path, which comes before, does not exist; and the nearest name."""
+    folder, name = os.path.split(path)
+    if os.path.isdir(folder or "."):
+        return " does not exist", did_you_mean(name, os.listdir(folder or "."))
+    above, name = os.path.split(folder)
+    nearest = did_you_mean(name, os.listdir(above or ".")) if os.path.isdir(above or ".") else ""
+    return " does not exist, nor does its folder", nearest
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name cannot be on Hugging Face's hub, or its first part is a folder here."""
+    folder, _, rest = name.partition("/")
+    return name.startswith((".", "~")) or "/" in rest or (bool(rest) and os.path.isdir(folder)) or not folder
+
+
+def check_directory(setting: str, path: str, remedy: str) -> None:
+    """Refuse a path of weights or a tokenizer that does not exist; URLs are not checked. Local.
+
+    Args:
+        setting: The name of the setting.
+        path: Its value.
+        remedy: What to give.
+
+    Raises:
+        ConfigError: The path does not exist.
+    """
+    if "://" not in path and not os.path.exists(path):
+        what, nearest = _missing(path)
+        raise ConfigError(f"{setting}={path!r}{what}; {remedy}{nearest}")
