@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -12,7 +13,7 @@ import tempfile
 import time
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -86,14 +87,14 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.marks: list[Any] = []
-        self._loss = torch.zeros(())
+        self.loss = 0.0
+        """The mean over all ranks in the last step."""
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def step_done(self, loss: Tensor) -> None:
+    def step_done(self) -> None:
         """Note the end of a step."""
-        self._loss = loss.detach()
         if self.device.type == "cuda":
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
@@ -102,7 +103,7 @@ class Meter:
 
     def measured(self) -> dict[str, Any]:
         """Return the seconds of each step but the first ones, the loss of the last one and the memory, of a rank."""
-        found: dict[str, Any] = {"loss": self._loss.item()}
+        found: dict[str, Any] = {"loss": self.loss}
         pairs = list(zip(self.marks[FIRST_STEPS - 1 : -1], self.marks[FIRST_STEPS:], strict=True))
         if self.device.type == "cuda":
             found["step_seconds"] = [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
@@ -118,19 +119,24 @@ class Measure(L.Callback):
     """Gives the stages the weights that all contenders have, and measures the fit."""
 
     meter: Meter
+    dispatch: str
+    """How tokens reach the experts, and why."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put in the weights."""
         for stage in pl_module.stages:  # type: ignore[union-attr]
             fill_by_name(stage, pl_module.device)
+        strategy: Any = trainer.strategy
+        self.dispatch = str(strategy.staging.dispatch)
         self.meter = Meter(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note the end of a step."""
-        is_last = trainer.global_step == trainer.max_steps
-        self.meter.step_done(trainer.callback_metrics["train_loss"] if is_last else torch.zeros(()))
+        self.meter.step_done()
+        if trainer.global_step == trainer.max_steps:
+            self.meter.loss = float(trainer.callback_metrics["train_loss"])
 
 
 def train_ours(job: Job) -> dict[str, Any]:
@@ -158,7 +164,7 @@ def train_ours(job: Job) -> dict[str, Any]:
             default_root_dir=folder,
         )
         trainer.fit(module, loader(job))
-    return measure.meter.measured()
+    return measure.meter.measured() | {"dispatch": measure.dispatch}
 
 
 def train_transformers(job: Job) -> dict[str, Any]:
@@ -191,8 +197,8 @@ def train_transformers(job: Job) -> dict[str, Any]:
 
 def train_torchtitan(job: Job) -> dict[str, Any]:
     """Train torchtitan's model, sharded and spread by its own function for Qwen3."""
-    for name in ("llama3", "llama4", "qwen3"):
-        _import_bare(f"torchtitan.models.{name}")
+    for name, content in STAND_INS.items():
+        _stand_in(name, content)
     parts = {
         name: importlib.import_module(f"torchtitan.{name}")
         for name in ("config", "components.loss", "distributed.parallel_dims", "models.qwen3.infra.parallelize")
@@ -228,12 +234,20 @@ def train_torchtitan(job: Job) -> dict[str, Any]:
     return train_peer(job, network, mean_loss, device, of_all_ranks=True)
 
 
-def _import_bare(name: str) -> None:
-    """Import a package without what its `__init__` does: torchtitan's need packages for data sets."""
-    parent, _, child = name.rpartition(".")
-    package = types.ModuleType(name)
-    package.__path__ = [str(Path(folder) / child) for folder in importlib.import_module(parent).__path__]
-    sys.modules[name] = package
+STAND_INS = {
+    "datasets": ("Dataset", "load_dataset"),
+    "datasets.distributed": ("split_dataset_by_node",),
+    "torch.utils.tensorboard": ("SummaryWriter",),
+}
+"""Modules that torchtitan imports for texts and logs, with what it takes from them. Neither is needed here."""
+
+
+def _stand_in(name: str, content: Sequence[str]) -> None:
+    """Put an empty module in the place of one that may not be installed."""
+    module = types.ModuleType(name)
+    for each in content:
+        setattr(module, each, object)
+    sys.modules[name] = module
 
 
 def _torchtitan_network(job: Job) -> nn.Module:
@@ -338,10 +352,11 @@ def train_peer(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        meter.step_done(loss)
+        meter.step_done()
     loss = loss.detach() * (NUM_RANKS if of_all_ranks else 1)
     dist.all_reduce(loss)
-    return meter.measured() | {"loss": loss.item() / NUM_RANKS}
+    meter.loss = loss.item() / NUM_RANKS
+    return meter.measured()
 
 
 def _batches(job: Job, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -376,6 +391,8 @@ def main() -> None:
     job, output = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
     if find_spec(job.package) is None:
         raise ModuleNotFoundError(f"{job.package} is not installed")
+    if job.package != "lightning_d9d":
+        gc.disable()  # ranks of a plain loop would wait for each other's collections
     measured = TRAIN[job.package](job)
     every = all_gather_object(measured)
     if dist.get_rank() == 0:
