@@ -345,7 +345,7 @@ def train_peer(
     for parameter in network.parameters():
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
     groups = [{"params": parameters} for parameters in by_mesh.values()]
-    optimizer = AdamW(groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
+    optimizer = AdamW(groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     meter, loss = Meter(device), torch.zeros(())
     for ids, labels in _batches(job, device):
         loss = mean_loss(ids, labels)
