@@ -40,6 +40,7 @@ NAMES = (
     "data",
     "whole_model",
     "plan_runs",
+    "expert_peers",
     "replica_loss",
     "replica_stop",
     "replica_links",
@@ -58,6 +59,7 @@ SELECTIONS = {
         *("accumulate", "deterministic", "folder"),
     ),
     "plan_runs": ("gpus",),
+    "expert_peers": ("layers", "contenders", "steps", "rows", "recompute", "seconds"),
     "replica_loss": ("steps", "rows", "rates"),
 }
 """Options of single benchmarks."""
@@ -106,14 +108,19 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")
-    parser.add_argument("--layers", type=int, help="of `fine_tune`, `step_in_backward`, `whole_model`: of the model")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="of `fine_tune`, `step_in_backward`, `whole_model`, `expert_peers`: of the model",
+    )
     parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
-    parser.add_argument("--seconds", type=int, help="of `fine_tune`: that a contender has")
+    parser.add_argument("--seconds", type=int, help="of `fine_tune` and `expert_peers`: that a contender has")
+    parser.add_argument("--contenders", nargs="+", help="of `expert_peers`; default: all")
     parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
     parser.add_argument(
         "--rates", nargs="+", type=float, help="of `optimizer_loss` (a single one is taken untried) and `replica_loss`"
     )
-    parser.add_argument("--steps", type=int, help="of `optimizer_loss`, `whole_model` and `replica_loss`")
+    parser.add_argument("--steps", type=int, help="of `optimizer_loss`, `whole_model`, `expert_peers`, `replica_loss`")
     parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time, on all GPUs together")
     parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
     parser.add_argument(
@@ -122,8 +129,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model` and `plan_runs`")
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
     parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
-    parser.add_argument("--rows", type=int, help="of `whole_model` and `replica_loss`: in a batch of a rank")
-    parser.add_argument("--recompute", help="of `whole_model` and `fine_tune`, as `ParallelConfig.recompute`")
+    parser.add_argument(
+        "--rows", type=int, help="of `whole_model`, `expert_peers`, `replica_loss`: in a batch of a rank"
+    )
+    parser.add_argument("--recompute", help="of `whole_model`, `fine_tune`, `expert_peers`, as in `ParallelConfig`")
     parser.add_argument("--states", choices=("bfloat16", "uint8"), help="of `whole_model`: dtype of optimizer states")
     parser.add_argument("--accumulate", type=int, help="of `whole_model`: batches of an optimizer step")
     parser.add_argument(

@@ -360,11 +360,19 @@ def write(result: Mapping[str, Any], directory: Path, device_type: str) -> None:
 def fill_by_name(stage: nn.Module, device: torch.device) -> None:
     """Give each parameter values that follow from its name, of a DTensor the part that this rank holds."""
     for name, parameter in stage.named_parameters():
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
-        generator = torch.Generator(device).manual_seed(seed)
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        whole.normal_(0 if parameter.ndim > 1 else 1, _DEVIATION, generator=generator)
-        local(parameter.data).copy_(whole[tuple(slice(r.start, r.stop) for r in local_ranges(parameter))])
+        fill(parameter, values_by_name(name, parameter.shape, parameter.dtype, device))
+
+
+def values_by_name(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return values that follow from a parameter's name: weights about 0, and those of norms about 1."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.empty(shape, dtype=dtype, device=device).normal_(int(len(shape) < 2), _DEVIATION, generator=generator)
+
+
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Copy the part of a tensor that this rank holds of a parameter."""
+    local(parameter.data).copy_(whole[tuple(slice(r.start, r.stop) for r in local_ranges(parameter))])
 
 
 def clear_gradients(stages: Mapping[int, nn.Module]) -> None:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def run_case(case: RunCase, device_type: str) -> dict[str, Any]:
             command += launcher
         command += ["tests.benchmarks.plan_runs_job", case.name, device_type, str(output)]
         command += ["--quick"] if case.is_quick else []
-        failed = _finish(command, Path(folder) / "log")
+        failed = finish(command, Path(folder) / "log", _SECONDS)
         measured = {"failed": failed} if failed else json.loads(output.read_text())
     line = {"name": case.name, **measured}
     if directory := os.environ.get("OUT"):
@@ -112,12 +112,21 @@ def run_case(case: RunCase, device_type: str) -> dict[str, Any]:
     return line
 
 
-def _finish(command: list[str], log: Path) -> str | None:
-    """Run a command to its end. Return why it gave nothing, if so."""
+def finish(
+    command: Sequence[str], log: Path, seconds: float, environment: Mapping[str, str] | None = None
+) -> str | None:
+    """Run a command to its end, with its children, for `seconds` at most. Return why it gave nothing, if so."""
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
         try:
-            code = process.wait(_SECONDS)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = None
         finally:
@@ -126,8 +135,9 @@ def _finish(command: list[str], log: Path) -> str | None:
                 process.wait()
     if code == 0:
         return None
-    lines = [line for line in log.read_text().splitlines() if "Error" in line] or log.read_text().splitlines()[-1:]
-    return f"not done in {_SECONDS} s" if code is None else f"exit code {code}: {' / '.join(lines[-3:])[:600]}"
+    every = log.read_text().splitlines()
+    lines = [line for line in every if "Error" in line and "ChildFailedError" not in line] or every[-1:]
+    return f"not done in {seconds:g} s" if code is None else f"exit code {code}: {' / '.join(lines[-3:])[:600]}"
 
 
 def table(result: Mapping[str, Any], device_type: str) -> str:

@@ -251,19 +251,25 @@ def transformers_of(
     work: Work, device: torch.device, attention: str = "sdpa", experts: str = "grouped_mm"
 ) -> nn.Module:
     """Transformers' model, which takes over the weights of `work.network`."""
-    from transformers import Qwen3MoeConfig as TheirConfig
     from transformers import Qwen3MoeForCausalLM as Their
 
-    values = asdict(replace(work.config, vocab_splits=None))
-    del values["vocab_splits"]
-    rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
-    values["mlp_only_layers"] = list(values["mlp_only_layers"])
-    config = TheirConfig(**values, rope_parameters=rope, experts_implementation=experts)
+    config = config_of_transformers(work.config, experts)
     with torch.device("meta"):
         network = Their._from_config(config, attn_implementation=attention, dtype=work.dtype)
     network.load_state_dict(work.network(device).state_dict(), assign=True)
     network.model.rotary_emb = type(network.model.rotary_emb)(config).to(device)  # its tables are in no state dict
     return network.train()
+
+
+def config_of_transformers(config: Qwen3MoeConfig, experts: str) -> Any:
+    """Return transformers' configuration of the same geometry, with an implementation of experts."""
+    from transformers import Qwen3MoeConfig as TheirConfig
+
+    values = asdict(replace(config, vocab_splits=None))
+    del values["vocab_splits"]
+    rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
+    values["mlp_only_layers"] = list(values["mlp_only_layers"])
+    return TheirConfig(**values, rope_parameters=rope, experts_implementation=experts)
 
 
 def _optimizer(network: nn.Module, dtype: torch.dtype) -> Optimizer:
