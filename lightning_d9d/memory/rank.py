@@ -22,6 +22,11 @@ from lightning_d9d.schedule.schedule import Schedule
 StateBytes = Callable[[Share], int]
 
 
+def two_states(share: Share) -> int:
+    """Return the bytes of two states in the dtype of a share, and of a step. Local."""
+    return 2 * share.numel * share.weight.dtype.itemsize + 4
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
     """A model and the settings of a run: all that determines a rank's memory."""
@@ -53,7 +58,7 @@ class RankModel:
     bucket_bytes: int = 32 * 2**20
     gpus_per_node: int = 0
     """Consecutive ranks whose GPUs can write to each other's memory; 0 if none can. "auto" chooses a dispatch by it."""
-    state_bytes: StateBytes = lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
+    state_bytes: StateBytes = two_states
     """Returns the bytes of the optimizer's states for a rank's part of a weight."""
     eight_bit_state_bytes: StateBytes | None = None
     """The same for states in eight bits; None if the optimizer has none."""

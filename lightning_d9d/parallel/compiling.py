@@ -96,7 +96,12 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _uncompiled() -> Callable[..., Any]:
     """Return a forward that the compiler does not trace; torch's compiler is imported only when it is needed."""
-    return torch.compiler.disable(SparseMoE.forward)
+
+    @torch.compiler.disable
+    def forward(mixture: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(mixture).forward(mixture, *args, **kwargs)
+
+    return forward
 
 
 def _checked(guards: Sequence[Any]) -> list[bool]:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.memory.parameters import states_of
-from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.memory.rank import RankModel, two_states
 from lightning_d9d.memory.spread import Share, in_dtype, weights_of
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.parallel import ParallelConfig
@@ -79,7 +79,7 @@ class RunSettings:
             reduces_each=self.grad_sync.reduce == "every_microbatch",
             step_in_backward=self.step_in_backward,
             bucket_bytes=self.grad_sync.bucket_bytes,
-            state_bytes=_state_bytes(optimizer) or (lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4),
+            state_bytes=_state_bytes(optimizer) or two_states,
             eight_bit_state_bytes=_state_bytes(optimizer, eight_bits=True),
             autocasts=self.autocasts,
             counts_experts=getattr(module, "balance", None) is not None,
