@@ -138,7 +138,7 @@ class RankModel:
 
     @functools.cached_property
     def _program(self) -> Program:
-        return merge_backwards(self.schedule.compute(self.mesh.pipeline_parallel, self.num_microbatches))
+        return _program_of(self.schedule, self.mesh.pipeline_parallel, self.num_microbatches)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a pipeline rank in a batch."""
@@ -226,3 +226,9 @@ class RankModel:
             rules=self.rules(self.held(rank)),
             keeps_gathered=self.keeps_gathered,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _program_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program:
+    """Return a program without messages, which models that are compared share."""
+    return merge_backwards(schedule.compute(num_ranks, num_microbatches))

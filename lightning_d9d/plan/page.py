@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.plan.planning import Plan
-from lightning_d9d.plan.text import GIB, PARTS, SECONDS, degrees, gib, limit, memory_rows, shown_ranks, verdict
+from lightning_d9d.plan.text import GIB, PARTS, SECONDS, changes, degrees, gib, limit, memory_rows, shown_ranks, verdict
 from lightning_d9d.schedule.plot import KINDS, bars
 
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#f2a93b", "#b279a2", "#72b7b2", "#9d755d")
@@ -68,6 +68,7 @@ def page_of(plan: Plan) -> str:
         "<h2>The step</h2>",
         *_table(["", "s", "share"], [(k, f"{v:.4f}", f"{v / plan.step_seconds:.1%}") for k, v in seconds.items() if v]),
         f"<p>The step is {escape(limit(plan))}.</p>",
+        *_changes(plan),
         *_gantt(plan),
         "<h2>Messages</h2>",
         *_table(["axis", "degree", "link"], degrees(plan)),
@@ -85,6 +86,12 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[
     for row in rows:
         yield "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>"
     yield "</table></div>"
+
+
+def _changes(plan: Plan) -> Iterator[str]:
+    heading, *lines = changes(plan) or [""]
+    if lines:
+        yield f"<p>{escape(heading)}</p><ul>" + "".join(f"<li>{escape(line.strip())}</li>" for line in lines) + "</ul>"
 
 
 def _legend(colours: Iterable[tuple[str, str]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +54,15 @@ class RankPlan:
         return GPU_OVERHEAD.needed(self.peak)
 
 
+class Change(NamedTuple):
+    """A change of one setting of a plan, and what it gives."""
+
+    setting: str
+    step_seconds: float
+    needed_bytes: int
+    """Bytes that the rank with most needs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A run by arithmetic. `str(plan)` is a report."""
@@ -71,6 +80,8 @@ class Plan:
     host: HostMemory
     """Memory of a node's host, if all ranks are like the one that needs the most."""
     clips: bool = True
+    changes: tuple[Change, ...] = ()
+    """The changes of one setting that help most, if they were looked for."""
 
     @property
     def most(self) -> RankPlan:
@@ -137,6 +148,7 @@ class Plan:
             "tokens_per_step": self.tokens,
             "tokens_per_second_and_gpu": self.tokens_per_second,
             "mfu": self.mfu,
+            "changes": [each._asdict() for each in self.changes],
         }
 
     def __str__(self) -> str:
@@ -187,13 +199,11 @@ def plan(
         memory=table.allocatable,
         gpus_per_node=table.gpus_per_node,
     )
-    return plan_of(
-        model,
-        table,
-        costs_of_length(module, precision),
-        asynchronous=strategy.checkpoint_config.asynchronous,
-        clips=clips,
-    )
+    from lightning_d9d.plan.changes import with_changes
+
+    costs, asynchronous = costs_of_length(module, precision), strategy.checkpoint_config.asynchronous
+    found = plan_of(model, table, costs, asynchronous=asynchronous, clips=clips)
+    return with_changes(found, model, costs, asynchronous=asynchronous, clips=clips)
 
 
 def costs_of_length(module: D9DModule, precision: str) -> Callable[[int], ModelCosts]:

@@ -21,6 +21,9 @@ RECOMPUTED = ("none", "every_2", "full")
 """The kinds of recomputation with which meshes are chosen."""
 _OTHER_KINDS = ("attention", "selective", "3_of_4", "offload")
 _MOST_STAGES = 16
+_MOST_TURNS = 8
+"""Microbatches for each stage, of which meshes are compared. With more, a step is that much longer, and needs the same
+memory."""
 _BEST = 6
 """The plans of which other schedules and microbatches are tried, and then other recomputation and states."""
 
@@ -39,6 +42,7 @@ def search(
 
     Meshes are powers of two: up to 16 stages, shards and expert ranks within a node, two nodes, or all data ranks. They
     are compared under 1F1B with microbatches of one row, without waits for the host, as larger microbatches have fewer.
+    With many rows, a part of them is simulated, and the rest takes as long as its computation and messages.
     The best of them are then tried with all schedules and other microbatches. The best of these are tried with all
     kinds of recomputation, and with states in eight bits if the optimizer has them. These are also tried with a mesh
     that does not fit otherwise. Tensor and context parallelism, and the dispatch of experts, stay as configured.
@@ -64,11 +68,12 @@ def search(
             plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips, program=program) for each in models
         ]
 
+    num_rows = _rows(model)
     found = planned(meshes(model, machine.gpus_per_node, layers_of))
     found += planned(_in_eight_bits(each.model for each in found if each.missing > 0))
     if not found:
         raise ConfigError(
-            f"no mesh of {model.mesh.world_size} ranks divides {_rows(model)} rows of a step; give other rows"
+            f"no mesh of {model.mesh.world_size} ranks divides {num_rows} rows of a step; give other rows"
         )
     fitting = [each for each in found if each.missing <= 0]
     if not fitting:
@@ -77,16 +82,19 @@ def search(
             f"nothing that was tried fits {machine.memory_gib:.1f} GiB; the nearest, {name_of(nearest)}, needs "
             f"{nearest.missing / 2**30:.1f} GiB more. Give more ranks, fewer rows, or optimizer states of eight bits"
         )
-    fitting.sort(key=lambda each: each.timed.seconds.without_host)
-    for variants in (lambda best: schedules(best, layers_of), _kinds):
-        for best in fitting[:_BEST]:
-            fitting += [each for each in planned(variants(best.model)) if each.missing <= 0]
-        fitting.sort(key=_step_seconds)
+    fitting.sort(key=lambda each: _seconds_of_all(each, num_rows))
+    whole = [_with_rows(each.model, num_rows) for each in fitting[:_BEST]]
+    fitting = [each for each in fitting if _rows(each.model) == num_rows]
+    for model_of_mesh in whole:
+        fitting += [each for each in planned(schedules(model_of_mesh, layers_of)) if each.missing <= 0]
+    fitting.sort(key=_step_seconds)
+    for best in fitting[:_BEST]:
+        fitting += [each for each in planned(_kinds(best.model)) if each.missing <= 0]
     return sorted({name_of(each): each for each in fitting}.values(), key=_step_seconds)[:most]
 
 
 def meshes(model: RankModel, gpus_per_node: int, layers_of: Callable[[int], Sequence[range]]) -> Iterator[RankModel]:
-    """Yield the model on every mesh and with every kind of recomputation that is tried. Local."""
+    """Yield the model on all tried meshes with all tried kinds of recomputation, and of fewer rows if many. Local."""
     mesh, num_rows = model.mesh, _rows(model)
     inner = mesh.tensor_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
     near = _powers(min(2 * gpus_per_node, mesh.world_size))
@@ -110,7 +118,7 @@ def meshes(model: RankModel, gpus_per_node: int, layers_of: Callable[[int], Sequ
                 schedule=SCHEDULES[0],
                 layers_of_stages=tuple(layers_of(pp)),
                 rows=1 if pp > 1 else rows,
-                num_microbatches=rows if pp > 1 else 1,
+                num_microbatches=min(rows, _MOST_TURNS * pp) if pp > 1 else 1,
                 parallel=replace(model.parallel, recompute=recompute),
             )
 
@@ -123,7 +131,8 @@ def schedules(model: RankModel, layers_of: Callable[[int], Sequence[range]]) -> 
         if num_stages > len(model.costs.layers):
             continue
         for number in sorted({each for each in (1, pp, 2 * pp, rows // 2, rows) if each and rows % each == 0}):
-            if schedule.takes(pp, number):
+            is_long = number > 2 * _MOST_TURNS * pp and schedule is not SCHEDULES[0]  # their bubbles are alike
+            if schedule.takes(pp, number) and not is_long:
                 yield replace(
                     model,
                     schedule=schedule,
@@ -196,6 +205,17 @@ def _rows(model: RankModel) -> int:
     """Return the rows of a step on all ranks."""
     mesh = model.mesh
     return model.rows * model.num_microbatches * mesh.data_parallel_replicate * mesh.data_parallel_shard
+
+
+def _with_rows(model: RankModel, num_rows: int) -> RankModel:
+    """Return a model with as many microbatches as a step on all ranks has rows."""
+    return replace(model, num_microbatches=model.num_microbatches * num_rows // _rows(model))
+
+
+def _seconds_of_all(plan: Plan, num_rows: int) -> float:
+    """Return the seconds of a step of all rows, without waits for the host, from those of a plan with fewer."""
+    seconds = plan.timed.seconds
+    return seconds.without_host + (num_rows / _rows(plan.model) - 1) * (seconds.compute + seconds.messages)
 
 
 def _step_seconds(plan: Plan) -> float:

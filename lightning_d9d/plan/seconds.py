@@ -84,7 +84,7 @@ class Timed:
 
 
 def program_of(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Program:
-    """Return the program of a schedule. Local."""
+    """Return the checked program of a schedule. Local."""
     return schedule.program(num_ranks, num_microbatches)
 
 
@@ -120,7 +120,7 @@ def timed(
         transfer=_transfer(model, machine),
         latency=machine.latency,
     )
-    simulation = simulate(program(model.schedule, pp, model.num_microbatches), costs)
+    simulation = simulate(program(model.schedule, pp, model.num_microbatches), costs, is_checked=True)
     busy = max(range(pp), key=lambda rank: simulation.compute_time[rank])
     own, active = ranks[busy], simulation.compute_time[busy]
     device = active / own.slower

@@ -74,6 +74,19 @@ def costliest(plan: Plan) -> list[tuple[str, float]]:
     return sorted((each for each in named if each[1] > 0), key=lambda each: -each[1])[:3]
 
 
+def changes(plan: Plan) -> list[str]:
+    """Return a line for each change of one setting that helps, after a heading; nothing if none was found."""
+    if not plan.changes:
+        return []
+    fits = any(each.needed_bytes <= plan.machine.memory_bytes for each in plan.changes)
+    what = "make it faster" if plan.missing <= 0 else "make it fit" if fits else "need less memory"
+    return [f"single changes that {what}:"] + [
+        f"  {each.setting}: {each.step_seconds:.3f} s a step ({each.step_seconds / plan.step_seconds - 1:+.1%}), "
+        f"{gib(each.needed_bytes)} GiB"
+        for each in plan.changes
+    ]
+
+
 def limit(plan: Plan) -> str:
     """Return whether the host or the device limits the forwards and backwards, in a few words."""
     host, device = plan.timed.host_seconds, plan.timed.seconds.compute + plan.timed.seconds.messages
@@ -156,6 +169,7 @@ def report(plan: Plan) -> str:
         ),
         "",
         "takes longest: " + ", ".join(f"{title} {value:.4f} s" for title, value in costliest(plan)),
+        *changes(plan),
         f"a checkpoint takes {plan.checkpoint_bytes / 1e9:.1f} GB of disk",
         f"memory of a node's host: {plan.host if plan.host.total else 'none'}",
     ]

@@ -170,19 +170,23 @@ def bubble_ratio(spans: Iterable[Span]) -> float:
     return 1 - computed / (step_time * len({span.rank for span in spans})) if step_time else 0.0
 
 
-def simulate(program: Program, costs: Costs | None = None, *, rendezvous: bool = False) -> Simulation:
+def simulate(
+    program: Program, costs: Costs | None = None, *, rendezvous: bool = False, is_checked: bool = False
+) -> Simulation:
     """Simulate `program` on the machine that the module describes.
 
     Args:
-        program: A program with or without messages. It is checked.
+        program: A program with or without messages.
         costs: Times of actions; by default 1 for F, I and W, 2 for B, and 0 for all others.
         rendezvous: If True, a message needs both ends at once, in each rank's order.
+        is_checked: True if the program has been checked. Otherwise it is.
 
     Raises:
         ScheduleError: `check` refuses the program, `Costs.check` refuses the costs, or ranks wait for one another in a
             circle.
     """
-    check(program)
+    if not is_checked:
+        check(program)
     costs = costs or Costs()
     costs.check(program.num_stages)
     run = _Run(program, costs, rendezvous)

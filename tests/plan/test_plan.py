@@ -62,6 +62,48 @@ def test_files_have_the_plan(tmp_path: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
+@pytest.mark.parametrize(
+    ("gib", "recompute", "heading"),
+    [
+        (139.8, "full", "make it faster"),
+        (132.0, "none", "make it fit"),
+        (60.0, "full", "need less memory"),
+    ],
+)
+def test_single_changes_are_plans_of_their_own(gib: float, recompute: str, heading: str, tmp_path: Path) -> None:
+    machine = dataclasses.replace(machine_of("h200"), memory_gib=gib)
+
+    def of(recompute: str = recompute, experts: int = 2, dtype: torch.dtype = torch.bfloat16) -> Plan:
+        optimizer = partial(StochasticAdamW, lr=1e-5, state_dtype=dtype)
+        strategy = D9DStrategy(
+            mesh=MeshConfig(data_parallel_replicate=4, expert_parallel=experts),
+            parallel=ParallelConfig(recompute=recompute),
+            grad_sync=GradSyncConfig(dtype="bfloat16"),
+        )
+        module = Qwen3MoePretraining(preset="30b-a3b", optimizer=optimizer)
+        return plan(module, strategy, 4, machine, rows=4, tokens=4096)
+
+    found = of()
+    assert 1 <= len(found.changes) <= 3
+    assert f"single changes that {heading}:" in str(found)
+    for change in found.changes:
+        name, value = change.setting.rsplit(" ", 1)
+        if name == "recompute":
+            again = of(recompute=value)
+        elif name == "expert_parallel":
+            again = of(experts=int(value))
+        else:
+            again = of(dtype=torch.uint8)
+        assert (again.step_seconds, again.most.needed) == change[1:]
+        if heading == "make it faster":
+            assert again.step_seconds < found.step_seconds
+        assert (again.missing <= 0) == (heading != "need less memory")
+        assert again.missing < found.missing or heading == "make it faster"
+    assert found.to_dict()["changes"] == [each._asdict() for each in found.changes]
+    write_page(found, tmp_path / "plan.html")
+    assert f"Single changes that {heading}".lower() in (tmp_path / "plan.html").read_text().lower()
+
+
 def test_a_search_returns_what_fits_and_is_as_fast_as_said() -> None:
     module, strategy = Qwen3MoePretraining(preset="30b-a3b"), D9DStrategy(mesh=MeshConfig(data_parallel_replicate=-1))
     model, few = (rank_model(module, strategy, ranks, rows=2, tokens=4096) for ranks in (8, 2))

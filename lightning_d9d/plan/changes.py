@@ -1,0 +1,89 @@
+"""Changes of a single setting of a plan that make it faster, or make it fit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.plan.planning import Change, Plan, check_mesh, plan_of
+from lightning_d9d.plan.seconds import program_of
+from lightning_d9d.schedule import ModelCosts
+
+KINDS = ("none", "attention", "selective", "every_2", "3_of_4", "full", "offload")
+"""The kinds of recomputation that are tried, from the one that computes least again."""
+_MOST = 3
+_MOST_KINDS = 2
+"""The kinds of recomputation that fit, after which no others are tried."""
+_LEAST_GAIN = 0.005
+"""The least share of a step that a change must save."""
+
+
+def with_changes(
+    found: Plan,
+    model: RankModel,
+    costs: Callable[[int], ModelCosts],
+    *,
+    asynchronous: bool = False,
+    clips: bool = True,
+) -> Plan:
+    """Return a plan with the changes of one setting that help most. Local.
+
+    A plan that fits takes those that make it faster and still fit. Another one takes those that make it fit, or those
+    that need the least memory if none does. Changes of recomputation, optimizer states and expert ranks are tried,
+    because they keep the program of the pipeline and take little time. `search` tries more.
+
+    Args:
+        found: The plan.
+        model: The description that it was made from.
+        costs: The costs of a row by its length.
+        asynchronous: True if checkpoints are written in the background.
+        clips: True if gradients are clipped by their norm.
+    """
+    program = functools.cache(program_of)
+
+    def planned(changed: RankModel) -> Plan:
+        return plan_of(changed, found.machine, costs, asynchronous=asynchronous, clips=clips, program=program)
+
+    plans: list[tuple[str, Plan]] = []
+    for name, each in _recomputed(model, less=found.missing <= 0):
+        plans.append((name, planned(each)))
+        if sum(plan.missing <= 0 for _, plan in plans) == _MOST_KINDS:
+            break
+    plans += [(name, planned(each)) for name, each in _others(model)]
+    helping = [each for each in plans if each[1].missing <= 0]
+    if found.missing <= 0:
+        helping = [each for each in helping if each[1].step_seconds < (1 - _LEAST_GAIN) * found.step_seconds]
+    helping.sort(key=lambda each: each[1].step_seconds)
+    if found.missing > 0 and not helping:
+        helping = sorted(plans, key=lambda each: each[1].missing)
+        helping = [each for each in helping if each[1].missing < found.missing]
+    changes = tuple(Change(name, each.step_seconds, each.most.needed) for name, each in helping[:_MOST])
+    return replace(found, changes=changes)
+
+
+def _recomputed(model: RankModel, *, less: bool) -> Iterator[tuple[str, RankModel]]:
+    """Yield the model with less or more recomputation, from the kind that computes least again."""
+    kind = model.parallel.recompute
+    place = KINDS.index(kind) if kind in KINDS else None
+    for other in KINDS if place is None else KINDS[:place] if less else KINDS[place + 1 :]:
+        try:
+            yield f"recompute {other}", replace(model, parallel=replace(model.parallel, recompute=other))
+        except ConfigError:  # as of compiled blocks
+            continue
+
+
+def _others(model: RankModel) -> Iterator[tuple[str, RankModel]]:
+    """Yield the model with smaller optimizer states, and with experts on more and on fewer ranks."""
+    if (smaller := model.in_eight_bits()) is not None:
+        yield "optimizer states in 8 bits", smaller
+    experts = model.mesh.expert_parallel
+    for degree in (2 * experts, experts // 2):
+        try:
+            mesh = replace(model.mesh, expert_parallel=degree).resolve(model.mesh.world_size)
+            check_mesh(mesh, model.costs, model.weights.layers)
+        except ConfigError:
+            continue
+        yield f"expert_parallel {degree}", replace(model, mesh=mesh)
