@@ -136,6 +136,12 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, help="of a batch of one data rank; by default as the data say")
     parser.add_argument("--tokens", type=int, help="of a row; by default as the data say")
     parser.add_argument(
+        "--expert_load",
+        type=float,
+        default=1.0,
+        help="tokens that the experts of a rank get, as a multiple of an even share (1)",
+    )
+    parser.add_argument(
         "--search",
         action="store_true",
         help="list the ten fastest meshes, schedules and kinds of recomputation; the mesh of the file is not used",

@@ -63,6 +63,7 @@ class _Planning(D9DCLI):
             schedule=schedule,
             memory=machine.allocatable,
             gpus_per_node=machine.gpus_per_node,
+            expert_load=given.expert_load,
         )
         costs = costs_of_length(self.model, precision)
         asynchronous = strategy.checkpoint_config.asynchronous

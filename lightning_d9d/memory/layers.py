@@ -5,16 +5,16 @@ A plan builds them for ranks that do not exist, and a fit for its own rank. Both
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from lightning_d9d.memory.spread import Cut, Part, Share
+from lightning_d9d.memory.spread import Cut, Part, Share, Weight
 from lightning_d9d.ops.linear_cross_entropy_chunks import ChunkOptions, rows_at_once
-from lightning_d9d.ops.peer_memory import PeerLayout
+from lightning_d9d.ops.peer_memory import SPARE_ROOM, PeerLayout
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.schedule.layers import LayerCosts, ModelCosts, Moment
 
@@ -106,6 +106,8 @@ class Microbatch:
     expert_parallel: int = 1
     expert_capacity: float | None = None
     """Room for copies of tokens with peer dispatch, as a multiple of an even share; None: all-to-all."""
+    expert_load: float = 1.0
+    """The copies of tokens that the experts of a rank get in each layer, as a multiple of an even share."""
 
     def stage(self, layers: range, shares: StageShares) -> StageOfRank:
         """Return the stage with these layers. Local."""
@@ -143,11 +145,17 @@ class Microbatch:
             gathers = 1 if own.grouped_flops else 2
             more = gathers * (tp - 1) * own.output_bytes
             own = replace(own, activation_bytes=own.activation_bytes + more)
-        if self.expert_capacity is not None and (num_local := self._num_local(held)):
-            top_k = costs.dispatch_bytes / costs.output_bytes
-            worst = self.expert_parallel * min(1.0, num_local / top_k)
-            own = with_room(own, min(self.expert_capacity, worst) - 1)
+        if self._num_local(held) and (self.expert_capacity is not None or self.expert_load > 1):
+            most = most_load(costs, weights, self.expert_parallel)
+            own = with_room(own, min(self._room, most) - 1, is_kept=self.expert_capacity is not None)
         return own
+
+    @property
+    def _room(self) -> float:
+        """The rows that tensors of copies have, as a multiple of an even share."""
+        if self.expert_capacity is None or self.expert_load <= self.expert_capacity:
+            return max(self.expert_capacity or 0.0, self.expert_load)
+        return SPARE_ROOM * self.expert_load
 
     def _num_local(self, held: Sequence[Share]) -> int:
         """Return the number of experts that a rank has, if others are on other ranks; else 0."""
@@ -217,13 +225,38 @@ def scaled(costs: LayerCosts, factor: float) -> LayerCosts:
     return replace(costs, **values, backward_moments=moments)
 
 
-def with_room(costs: LayerCosts, spare: float) -> LayerCosts:
-    """Return the costs of a layer whose tensors of copies have spare rows, as a share of the rows in use. Local."""
+def most_load(costs: LayerCosts, weights: Iterable[Weight], expert_parallel: int) -> float:
+    """Return the copies of tokens that the experts of a rank get if all tokens choose them. Local.
+
+    Args:
+        costs: The layer's costs.
+        weights: The layer's weights.
+        expert_parallel: The number of ranks that share the experts.
+
+    Returns:
+        A multiple of an even share; 1 if experts are on one rank, or there are none.
+    """
+    experts = next((weight.shape[0] for weight in weights if weight.cut is Cut.EXPERTS), 0)
+    if expert_parallel == 1 or not experts or not costs.dispatch_bytes:
+        return 1.0
+    top_k = costs.dispatch_bytes / costs.output_bytes
+    return expert_parallel * min(1.0, experts // expert_parallel / top_k)
+
+
+def with_room(costs: LayerCosts, spare: float, *, is_kept: bool = True) -> LayerCosts:
+    """Return the costs of a layer whose tensors of copies have spare rows. Local.
+
+    Args:
+        costs: The layer's costs.
+        spare: The spare rows, as a share of the rows in use.
+        is_kept: Whether `recompute="selective"` keeps a row for each copy, as with peer dispatch. With all-to-all it
+            keeps one for each rank.
+    """
     copies, sent = spare * costs.copies_bytes, spare * costs.dispatch_bytes
     products = max(0.0, 2 / 3 * (copies - sent))  # gate and up, of the three tensors beside the copies
     more = {
         "activation_bytes": copies,
-        "selective_bytes": costs.dispatch_bytes + sent + products,  # that of all-to-all keeps one row for each rank
+        "selective_bytes": is_kept * (costs.dispatch_bytes + sent) + products,
         "attention_bytes": copies,
         "split_activation_bytes": copies + sent,
         "frozen_bytes": products,

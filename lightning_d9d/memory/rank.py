@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from lightning_d9d.memory.host import HostMemory, input_bytes
-from lightning_d9d.memory.layers import Microbatch, StageOfRank, StageShares
+from lightning_d9d.memory.layers import Microbatch, StageOfRank, StageShares, most_load
 from lightning_d9d.memory.parameters import part_bytes
 from lightning_d9d.memory.peak import GradientRules, PeakBytes, gradients_at_end, peak
 from lightning_d9d.memory.spread import ModelWeights, Share, Spread
@@ -62,6 +62,8 @@ class RankModel:
     """Returns the bytes of the optimizer's states for a rank's part of a weight."""
     eight_bit_state_bytes: StateBytes | None = None
     """The same for states in eight bits; None if the optimizer has none."""
+    expert_load: float = 1.0
+    """The copies of tokens that the experts of a rank get in each layer, as a multiple of an even share."""
     has_eight_bits: bool = False
     """True if a search chose states in eight bits in place of those configured."""
 
@@ -107,7 +109,14 @@ class RankModel:
             tensor_parallel=self.mesh.tensor_parallel,
             expert_parallel=self.mesh.expert_parallel,
             expert_capacity=self.parallel.expert_capacity if self.writes_to_peers else None,
+            expert_load=self.expert_load,
         )
+
+    @property
+    def most_load(self) -> float:
+        """The largest possible `expert_load`: all tokens choose experts of one rank."""
+        layers = zip(self.costs.layers, self.weights.layers, strict=True)
+        return max(most_load(costs, weights, self.mesh.expert_parallel) for costs, weights in layers)
 
     @functools.cached_property
     def dispatch(self) -> str:

@@ -21,6 +21,7 @@ from lightning_d9d.ops.moe_permute import Permutation, sort_by_expert
 from lightning_d9d.ops.peer_exchange import PeerPlan, peer_combine, peer_dispatch, share_counts
 from lightning_d9d.ops.peer_memory import (
     LATE,
+    SPARE_ROOM,
     PeerLayout,
     PeerMemory,
     allocate_peer_memory,
@@ -32,8 +33,6 @@ from lightning_d9d.ops.peer_memory import (
 _NUMBERS = count()
 _EXCHANGES: WeakKeyDictionary[Hashable, PeerExchange] = WeakKeyDictionary()
 """Exchanges by their owner, for all layers and stages."""
-_SPARE = 1.25
-"""Memory that is allocated again has this many times the needed size."""
 _MOST_GROWTH = 1.5
 """The most copies of tokens, as a multiple of the first room, for which "auto" allocates more memory."""
 
@@ -112,8 +111,8 @@ class PeerExchange:
         dist.all_gather_object(needed, (tokens, copies), group=group_named(self.group_name))
         tokens, copies = (max(each) for each in zip(*needed, strict=True))
         copies = math.ceil(copies * max(1.0, tokens / layout.num_rows))  # of tokens that did not come none was counted
-        num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * _SPARE)
-        num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * _SPARE)
+        num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * SPARE_ROOM)
+        num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * SPARE_ROOM)
         if self.is_optional and copies > _MOST_GROWTH * self._first_rows:
             self.replace(
                 f"experts of a rank had {copies:,} copies of tokens, and room for {self._first_rows:,}. With so "

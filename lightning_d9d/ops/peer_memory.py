@@ -14,6 +14,8 @@ from lightning_d9d.ops.peer_buffers import aligned, peer_buffers
 
 OVERFLOW, LATE = 1, 2
 """Bits of `PeerMemory.status`: more rows than fit; a rank that did not arrive in time."""
+SPARE_ROOM = 1.25
+"""Memory that is allocated again, because tokens had no room, has this many times the needed size."""
 _WEIGHT_BYTES = 8
 """A weight is float32, or float64 for tests."""
 _MEMORIES: dict[str, PeerMemory] = {}

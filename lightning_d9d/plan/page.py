@@ -65,6 +65,7 @@ def page_of(plan: Plan) -> str:
         "<h2>Memory at the peak</h2>",
         *_memory(plan),
         *_table(memory_header, memory_rows(ranks)),
+        *_loads(plan),
         "<h2>The step</h2>",
         *_table(["", "s", "share"], [(k, f"{v:.4f}", f"{v / plan.step_seconds:.1%}") for k, v in seconds.items() if v]),
         f"<p>The step is {escape(limit(plan))}.</p>",
@@ -88,10 +89,20 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[
     yield "</table></div>"
 
 
+def _loads(plan: Plan) -> Iterator[str]:
+    if found := plan.needed_by_load():
+        yield "<p>If the experts of a rank get more tokens than an even share, it needs:</p>"
+        yield from _table(["times an even share", "GiB"], [(f"{load:.3g}", gib(each)) for load, each in found.items()])
+
+
 def _changes(plan: Plan) -> Iterator[str]:
     heading, *lines = changes(plan) or [""]
     if lines:
-        yield f"<p>{escape(heading)}</p><ul>" + "".join(f"<li>{escape(line.strip())}</li>" for line in lines) + "</ul>"
+        yield (
+            f"<p>{escape(heading.capitalize())}</p><ul>"
+            + "".join(f"<li>{escape(line.strip())}</li>" for line in lines)
+            + "</ul>"
+        )
 
 
 def _legend(colours: Iterable[tuple[str, str]]) -> str:

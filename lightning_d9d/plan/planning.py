@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -108,6 +109,22 @@ class Plan:
         """The MFU by convention."""
         return {name: flops / self.step_seconds / self.machine.peak_flops for name, flops in self.flops.items()}
 
+    def needed_by_load(self) -> dict[float, int]:
+        """Return the bytes that the rank with most needs, by the load of experts as in `RankModel.expert_load`.
+
+        The loads are an even one, the planned one, half more, and the largest possible; none without experts on other
+        ranks.
+        """
+        most, ranks = self.model.most_load, range(self.model.mesh.pipeline_parallel)
+        if most == 1:
+            return {}
+        models = [
+            replace(self.model, expert_load=load)
+            for load in sorted({1.0, self.model.expert_load, 1.5, most})
+            if load <= most
+        ]
+        return {each.expert_load: max(GPU_OVERHEAD.needed(each.peak(rank)) for rank in ranks) for each in models}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in types of JSON."""
         seconds = self.timed.seconds
@@ -137,6 +154,7 @@ class Plan:
                 for each in self.ranks
             ],
             "missing_bytes": max(0, self.missing),
+            "needed_bytes_by_load": self.needed_by_load(),
             "checkpoint_bytes": self.checkpoint_bytes,
             "host_bytes": asdict(self.host),
             "bubble": self.timed.bubble_ratio,
@@ -169,6 +187,7 @@ def plan(
     accumulates_batches: bool = False,
     clips: bool = True,
     gpus_per_node: int | None = None,
+    expert_load: float = 1.0,
 ) -> Plan:
     """Plan a run by arithmetic, in seconds for any number of ranks, without a process group or a GPU. Local.
 
@@ -183,6 +202,8 @@ def plan(
         accumulates_batches: Whether several batches make a step.
         clips: Whether the Trainer clips gradients by their norm.
         gpus_per_node: Replaces the table's value.
+        expert_load: The copies of tokens that the experts of a rank get in each layer, as a multiple of an even share.
+            Memory counts it, and time does not.
 
     Raises:
         ConfigError: The mesh is impossible, the GPU is unknown, or the module gives no costs.
@@ -198,6 +219,7 @@ def plan(
         accumulates_batches=accumulates_batches,
         memory=table.allocatable,
         gpus_per_node=table.gpus_per_node,
+        expert_load=expert_load,
     )
     from lightning_d9d.plan.changes import with_changes
 
@@ -240,6 +262,7 @@ def rank_model(
     schedule: Schedule | None = None,
     memory: int | None = None,
     gpus_per_node: int = 0,
+    expert_load: float = 1.0,
 ) -> RankModel:
     """Return the model and settings that determine memory and time. Local.
 
@@ -255,6 +278,7 @@ def rank_model(
         schedule: Replaces the strategy's schedule.
         memory: Bytes that a rank may allocate, for the choice of `Auto`; None adds no cap.
         gpus_per_node: GPUs of a node, which can write to each other's memory; 0 if none can.
+        expert_load: As for `plan`.
 
     Raises:
         ConfigError: The mesh is impossible, or the module gives no costs.
@@ -262,6 +286,8 @@ def rank_model(
     for name, value in (("world_size", world_size), ("rows", rows), ("tokens", tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"plan got {name}={value!r}, which must be a whole number of at least 1")
+    if not 1 <= expert_load < math.inf:
+        raise ConfigError(f"plan got expert_load={expert_load!r}, which must be a number of at least 1: an even load")
     if not isinstance(module, D9DModule):
         raise ConfigError(f"plan needs a D9DModule, whose layers have costs, and got a {type(module).__name__}")
     if not isinstance(strategy, D9DStrategy):
@@ -287,6 +313,7 @@ def rank_model(
             "the entries of its ModuleLists, or of the classes that ParallelConfig.shard_blocks names"
         )
     check_mesh(mesh, costs, model.weights.layers)
+    model = replace(model, expert_load=expert_load)
     if refusal(parallel, in_backward, accumulates_batches, mixes=mixes) is None:
         model = replace(model, gpus_per_node=gpus_per_node)
     schedule = schedule or strategy.schedule

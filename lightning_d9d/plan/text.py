@@ -74,6 +74,15 @@ def costliest(plan: Plan) -> list[tuple[str, float]]:
     return sorted((each for each in named if each[1] > 0), key=lambda each: -each[1])[:3]
 
 
+def loads(plan: Plan) -> list[str]:
+    """Return a table of the needed memory by the load of experts, after a heading; nothing if it does not matter."""
+    found = plan.needed_by_load()
+    if not found:
+        return []
+    rows = [[f"{load:.3g} x an even share", gib(needed)] for load, needed in found.items()]
+    return ["needed by the tokens of a rank's experts", *table(("", "GiB"), rows), ""]
+
+
 def changes(plan: Plan) -> list[str]:
     """Return a line for each change of one setting that helps, after a heading; nothing if none was found."""
     if not plan.changes:
@@ -148,6 +157,7 @@ def report(plan: Plan) -> str:
         "memory at the peak, GiB",
         *table(("", *(f"pipeline rank {each.rank}" for each in ranks)), memory_rows(ranks)),
         "",
+        *loads(plan),
         f"step {plan.step_seconds:.3f} s, {plan.tokens_per_second:,.0f} tokens/s a GPU, "
         + ", ".join(f"MFU ({name} attention) {share:.1%}" for name, share in plan.mfu.items()),
         *table(

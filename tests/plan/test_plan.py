@@ -6,6 +6,7 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -49,6 +50,32 @@ def test_what_does_not_fit_is_said() -> None:
     found = planned(1)
     assert found.missing == found.most.needed - machine_of("h200").memory_bytes > 0
     assert f"DOES NOT FIT: pipeline rank 0 needs {found.most.needed / 2**30:.2f}" in str(found)
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "peer"])
+def test_an_uneven_load_of_experts_needs_more(dispatch: Literal["all_to_all", "peer"]) -> None:
+    def of(load: float) -> Plan:
+        strategy = D9DStrategy(
+            mesh=MeshConfig(data_parallel_replicate=4, expert_parallel=4),
+            parallel=ParallelConfig(expert_dispatch=dispatch, expert_capacity=1.25),
+        )
+        module = Qwen3MoePretraining(preset="30b-a3b")
+        return plan(module, strategy, 4, "h200", rows=2, tokens=4096, expert_load=load)
+
+    plans = {load: of(load) for load in (1.0, 1.5, 1.7, 4.0)}  # with 32 experts of a rank all 8 of a token may be there
+    assert plans[1.0].needed_by_load() == {load: plans[load].most.needed for load in (1.0, 1.5, 4.0)}
+    assert plans[1.7].needed_by_load() == {load: each.most.needed for load, each in plans.items()}
+    costs = Qwen3MoePretraining(preset="30b-a3b").model_costs(4096, 2)
+    rooms = {1.0: 1.0, 1.5: 1.5, 1.7: 1.7, 4.0: 4.0}
+    if dispatch == "peer":
+        rooms = {1.0: 1.25, 1.5: 1.25 * 1.5, 1.7: 1.25 * 1.7, 4.0: 4.0}
+    for load, each in plans.items():
+        more = (rooms[load] - rooms[1.0]) * 2 * sum(layer.copies_bytes for layer in costs.layers)
+        assert each.most.peak.activations - plans[1.0].most.peak.activations == pytest.approx(more, rel=0.03)
+    assert "1.5 x an even share" in str(plans[1.0])
+    with pytest.raises(ConfigError, match=r"expert_load=0.5, which must be a number of at least 1"):
+        of(0.5)
+    assert planned(1).needed_by_load() == {}
 
 
 def test_files_have_the_plan(tmp_path: Path) -> None:
