@@ -283,15 +283,7 @@ def rank_model(
     Raises:
         ConfigError: The mesh is impossible, or the module gives no costs.
     """
-    for name, value in (("world_size", world_size), ("rows", rows), ("tokens", tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"plan got {name}={value!r}, which must be a whole number of at least 1")
-    if not 1 <= expert_load < math.inf:
-        raise ConfigError(f"plan got expert_load={expert_load!r}, which must be a number of at least 1: an even load")
-    if not isinstance(module, D9DModule):
-        raise ConfigError(f"plan needs a D9DModule, whose layers have costs, and got a {type(module).__name__}")
-    if not isinstance(strategy, D9DStrategy):
-        raise ConfigError(f"plan needs a D9DStrategy, and got {type(strategy).__name__}; give trainer.strategy one")
+    _check_arguments(module, strategy, expert_load, world_size=world_size, rows=rows, tokens=tokens)
     mesh = (mesh or strategy.mesh_config).resolve(world_size)
     costs = costs_of_length(module, precision)(tokens)
     check_stages(mesh, costs)
@@ -333,6 +325,19 @@ def rank_model(
         rows=-(-rows // number),
         num_microbatches=number,
     )
+
+
+def _check_arguments(module: D9DModule, strategy: D9DStrategy, expert_load: float, **sizes: int) -> None:
+    """Refuse arguments of a plan that have the wrong type or are out of range."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"plan got {name}={value!r}, which must be a whole number of at least 1")
+    if not 1 <= expert_load < math.inf:
+        raise ConfigError(f"plan got expert_load={expert_load!r}, which must be a number of at least 1: an even load")
+    if not isinstance(module, D9DModule):
+        raise ConfigError(f"plan needs a D9DModule, whose layers have costs, and got a {type(module).__name__}")
+    if not isinstance(strategy, D9DStrategy):
+        raise ConfigError(f"plan needs a D9DStrategy, and got {type(strategy).__name__}; give trainer.strategy one")
 
 
 def _chosen(model: RankModel, auto: Auto, memory: int | None) -> RankModel:
