@@ -15,8 +15,8 @@ from lightning_d9d.cli.commands import plan_parser
 from lightning_d9d.cli.training import D9DCLI
 from lightning_d9d.datamodules.batch_size import check_divides
 from lightning_d9d.errors import ConfigError, reason
-from lightning_d9d.plan import Plan, machine_of, plan_of, search, write_page
-from lightning_d9d.plan.changes import with_changes
+from lightning_d9d.plan import Plan, machine_of, search, write_page
+from lightning_d9d.plan.changes import plan_with_changes
 from lightning_d9d.plan.planning import costs_of_length, rank_model
 from lightning_d9d.plan.search import name_of, settings_of
 from lightning_d9d.schedule import OneForwardOneBackward
@@ -80,8 +80,7 @@ class _Planning(D9DCLI):
             sys.stdout.write(_ranking(plans))
             best = plans[0]
         else:
-            best = plan_of(model, machine, costs, asynchronous=asynchronous, clips=clips)
-            best = with_changes(best, model, costs, asynchronous=asynchronous, clips=clips)
+            best = plan_with_changes(model, machine, costs, asynchronous=asynchronous, clips=clips)
             sys.stdout.write(f"{best}\n")
         _write(best, given, self.datamodule, accumulated)
 

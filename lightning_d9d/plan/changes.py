@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.plan.planning import Change, Plan, check_mesh, plan_of
 from lightning_d9d.plan.seconds import program_of
 from lightning_d9d.schedule import ModelCosts
@@ -21,23 +23,23 @@ _LEAST_GAIN = 0.005
 """The least share of a step that a change must save."""
 
 
-def with_changes(
-    found: Plan,
+def plan_with_changes(
     model: RankModel,
+    machine: MachineTable,
     costs: Callable[[int], ModelCosts],
     *,
     asynchronous: bool = False,
     clips: bool = True,
 ) -> Plan:
-    """Return a plan with the changes of one setting that help most. Local.
+    """Plan a run from its model description, with the changes of one setting that help most. Local.
 
     A plan that fits takes those that make it faster and still fit. Another one takes those that make it fit, or those
     that need the least memory if none does. Changes of recomputation, optimizer states and expert ranks are tried,
     because they keep the program of the pipeline and take little time. `search` tries more.
 
     Args:
-        found: The plan.
-        model: The description that it was made from.
+        model: The description.
+        machine: The GPUs.
         costs: The costs of a row by its length.
         asynchronous: True if checkpoints are written in the background.
         clips: True if gradients are clipped by their norm.
@@ -45,11 +47,12 @@ def with_changes(
     program = functools.cache(program_of)
 
     def planned(changed: RankModel) -> Plan:
-        return plan_of(changed, found.machine, costs, asynchronous=asynchronous, clips=clips, program=program)
+        return plan_of(changed, machine, costs, asynchronous=asynchronous, clips=clips, program=program)
 
+    found = planned(model)
     plans: list[tuple[str, Plan]] = []
-    for name, each in _recomputed(model, less=found.missing <= 0):
-        plans.append((name, planned(each)))
+    for each in recomputed(model, _kinds(model.parallel.recompute, less=found.missing <= 0)):
+        plans.append((f"recompute {each.parallel.recompute}", planned(each)))
         if sum(plan.missing <= 0 for _, plan in plans) == _MOST_KINDS:
             break
     plans += [(name, planned(each)) for name, each in _others(model)]
@@ -64,15 +67,19 @@ def with_changes(
     return replace(found, changes=changes)
 
 
-def _recomputed(model: RankModel, *, less: bool) -> Iterator[tuple[str, RankModel]]:
-    """Yield the model with less or more recomputation, from the kind that computes least again."""
-    kind = model.parallel.recompute
-    place = KINDS.index(kind) if kind in KINDS else None
-    for other in KINDS if place is None else KINDS[:place] if less else KINDS[place + 1 :]:
-        try:
-            yield f"recompute {other}", replace(model, parallel=replace(model.parallel, recompute=other))
-        except ConfigError:  # as of compiled blocks
-            continue
+def recomputed(model: RankModel, kinds: Iterable[str] = KINDS) -> Iterator[RankModel]:
+    """Yield the model with each kind of recomputation that its settings, such as compiled blocks, allow. Local."""
+    for kind in kinds:
+        with suppress(ConfigError):
+            yield replace(model, parallel=replace(model.parallel, recompute=kind))
+
+
+def _kinds(kind: str, *, less: bool) -> Sequence[str]:
+    """Return the kinds with less or more recomputation than this one; all if it is not among `KINDS`."""
+    if kind not in KINDS:
+        return KINDS
+    place = KINDS.index(kind)
+    return KINDS[:place] if less else KINDS[place + 1 :]
 
 
 def _others(model: RankModel) -> Iterator[tuple[str, RankModel]]:

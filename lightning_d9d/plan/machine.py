@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,7 +208,12 @@ def _read(path: Path) -> dict[str, MachineTable]:
 
 def _with_host_seconds(values: dict[str, Any]) -> dict[str, Any]:
     """Return a table's values, with the H200's in place of missing seconds of the host, which are listed as such."""
-    of_h200 = json.loads(_SHIPPED.read_text())["h200"]
     missing = [name for name in (*HOST_SECONDS, "step_host_seconds") if values.get(name) is None]
     unmeasured = dict.fromkeys((*values.get("not_measured", ()), *missing))
-    return values | {name: of_h200[name] for name in missing} | {"not_measured": tuple(unmeasured)}
+    return values | {name: _of_h200()[name] for name in missing} | {"not_measured": tuple(unmeasured)}
+
+
+@cache
+def _of_h200() -> dict[str, Any]:
+    """Return the shipped values of the H200."""
+    return json.loads(_SHIPPED.read_text())["h200"]

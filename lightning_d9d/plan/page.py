@@ -90,7 +90,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[
 
 
 def _loads(plan: Plan) -> Iterator[str]:
-    if found := plan.needed_by_load():
+    if found := plan.needed_by_load:
         yield "<p>If the experts of a rank get more tokens than an even share, it needs:</p>"
         yield from _table(["times an even share", "GiB"], [(f"{load:.3g}", gib(each)) for load, each in found.items()])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -109,8 +110,9 @@ class Plan:
         """The MFU by convention."""
         return {name: flops / self.step_seconds / self.machine.peak_flops for name, flops in self.flops.items()}
 
+    @functools.cached_property
     def needed_by_load(self) -> dict[float, int]:
-        """Return the bytes that the rank with most needs, by the load of experts as in `RankModel.expert_load`.
+        """The bytes that the rank with most needs, by the load of experts as in `RankModel.expert_load`.
 
         The loads are an even one, the planned one, half more, and the largest possible; none without experts on other
         ranks.
@@ -118,12 +120,11 @@ class Plan:
         most, ranks = self.model.most_load, range(self.model.mesh.pipeline_parallel)
         if most == 1:
             return {}
-        models = [
-            replace(self.model, expert_load=load)
-            for load in sorted({1.0, self.model.expert_load, 1.5, most})
-            if load <= most
-        ]
-        return {each.expert_load: max(GPU_OVERHEAD.needed(each.peak(rank)) for rank in ranks) for each in models}
+        found = {self.model.expert_load: self.most.needed}
+        for load in {1.0, 1.5, most} - {self.model.expert_load}:
+            model = replace(self.model, expert_load=load)
+            found[load] = max(GPU_OVERHEAD.needed(model.peak(rank)) for rank in ranks)
+        return {load: found[load] for load in sorted(found) if load <= most}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in types of JSON."""
@@ -154,7 +155,7 @@ class Plan:
                 for each in self.ranks
             ],
             "missing_bytes": max(0, self.missing),
-            "needed_bytes_by_load": self.needed_by_load(),
+            "needed_bytes_by_load": self.needed_by_load,
             "checkpoint_bytes": self.checkpoint_bytes,
             "host_bytes": asdict(self.host),
             "bubble": self.timed.bubble_ratio,
@@ -221,11 +222,15 @@ def plan(
         gpus_per_node=table.gpus_per_node,
         expert_load=expert_load,
     )
-    from lightning_d9d.plan.changes import with_changes
+    from lightning_d9d.plan.changes import plan_with_changes
 
-    costs, asynchronous = costs_of_length(module, precision), strategy.checkpoint_config.asynchronous
-    found = plan_of(model, table, costs, asynchronous=asynchronous, clips=clips)
-    return with_changes(found, model, costs, asynchronous=asynchronous, clips=clips)
+    return plan_with_changes(
+        model,
+        table,
+        costs_of_length(module, precision),
+        asynchronous=strategy.checkpoint_config.asynchronous,
+        clips=clips,
+    )
 
 
 def costs_of_length(module: D9DModule, precision: str) -> Callable[[int], ModelCosts]:

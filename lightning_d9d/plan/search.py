@@ -10,6 +10,7 @@ from itertools import product
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.mesh import Axis
+from lightning_d9d.plan.changes import recomputed
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.plan.planning import Plan, check_mesh, plan_of
 from lightning_d9d.plan.seconds import program_of
@@ -19,7 +20,6 @@ SCHEDULES: tuple[Schedule, ...] = (OneForwardOneBackward(), Interleaved1F1B(), Z
 """The schedules that are tried with several stages; meshes are chosen with the first of them."""
 RECOMPUTED = ("none", "every_2", "full")
 """The kinds of recomputation with which meshes are chosen."""
-_OTHER_KINDS = ("attention", "selective", "3_of_4", "offload")
 _MOST_STAGES = 16
 _MOST_TURNS = 8
 """Microbatches for each stage, of which meshes are compared. With more, a step is that much longer, and needs the same
@@ -150,9 +150,8 @@ def _in_eight_bits(models: Iterable[RankModel]) -> Iterator[RankModel]:
 
 def _kinds(model: RankModel) -> Iterator[RankModel]:
     """Yield a model with all kinds of recomputation, and each with all states, but the model itself."""
-    for kind in (*RECOMPUTED, *_OTHER_KINDS):
-        tried = replace(model, parallel=replace(model.parallel, recompute=kind))
-        if kind != model.parallel.recompute:
+    for tried in recomputed(model):
+        if tried.parallel.recompute != model.parallel.recompute:
             yield tried
         yield from _in_eight_bits([tried])
 

@@ -76,7 +76,7 @@ def costliest(plan: Plan) -> list[tuple[str, float]]:
 
 def loads(plan: Plan) -> list[str]:
     """Return a table of the needed memory by the load of experts, after a heading; nothing if it does not matter."""
-    found = plan.needed_by_load()
+    found = plan.needed_by_load
     if not found:
         return []
     rows = [[f"{load:.3g} x an even share", gib(needed)] for load, needed in found.items()]

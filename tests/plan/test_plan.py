@@ -63,8 +63,8 @@ def test_an_uneven_load_of_experts_needs_more(dispatch: Literal["all_to_all", "p
         return plan(module, strategy, 4, "h200", rows=2, tokens=4096, expert_load=load)
 
     plans = {load: of(load) for load in (1.0, 1.5, 1.7, 4.0)}  # with 32 experts of a rank all 8 of a token may be there
-    assert plans[1.0].needed_by_load() == {load: plans[load].most.needed for load in (1.0, 1.5, 4.0)}
-    assert plans[1.7].needed_by_load() == {load: each.most.needed for load, each in plans.items()}
+    assert plans[1.0].needed_by_load == {load: plans[load].most.needed for load in (1.0, 1.5, 4.0)}
+    assert plans[1.7].needed_by_load == {load: each.most.needed for load, each in plans.items()}
     costs = Qwen3MoePretraining(preset="30b-a3b").model_costs(4096, 2)
     rooms = {1.0: 1.0, 1.5: 1.5, 1.7: 1.7, 4.0: 4.0}
     if dispatch == "peer":
@@ -75,7 +75,7 @@ def test_an_uneven_load_of_experts_needs_more(dispatch: Literal["all_to_all", "p
     assert "1.5 x an even share" in str(plans[1.0])
     with pytest.raises(ConfigError, match=r"expert_load=0.5, which must be a number of at least 1"):
         of(0.5)
-    assert planned(1).needed_by_load() == {}
+    assert planned(1).needed_by_load == {}
 
 
 def test_files_have_the_plan(tmp_path: Path) -> None:
@@ -174,6 +174,18 @@ def test_a_search_varies_experts_recomputation_and_states() -> None:
         assert (again.step_seconds, again.most.needed) == (each.step_seconds, each.most.needed), name_of(each)
     settings = settings_of(next(each for each in plans if each.model.has_eight_bits))
     assert settings["model"] == {"init_args": {"optimizer": {"init_args": {"state_dtype": "uint8"}}}}
+
+
+def test_a_search_leaves_out_what_compiled_blocks_refuse() -> None:
+    module = Qwen3MoePretraining(preset="30b-a3b")
+    strategy = D9DStrategy(mesh=MeshConfig(data_parallel_replicate=-1), parallel=ParallelConfig(compile=True))
+    model = rank_model(module, strategy, 4, rows=2, tokens=4096)
+    plans = search(
+        model, machine_of("h200"), costs_of_length(module, "bf16-true"), partial(layers_of, module, 48), most=40
+    )
+    kinds = {each.model.parallel.recompute for each in plans}
+    assert {"3_of_4", "offload"} <= kinds
+    assert not kinds & {"attention", "selective"}
 
 
 def test_machines_say_what_is_not_measured(tmp_path: Path) -> None:
