@@ -53,6 +53,11 @@ _NAMES = (
     ("Memset", COPIES),
 )
 """Parts by text: the first text that the name of an operator, range or kernel contains gives its part."""
+PARTS_OF_PEER_KERNELS: Mapping[str, str] = {
+    **dict.fromkeys(("_share", "_push", "_push_sums", "_meet", "_tell", "_hear"), COMMUNICATION),
+    **dict.fromkeys(("_take", "_take_notes", "_take_sums", "_limit_places"), PERMUTES),
+}
+"""Parts of kernels that exchange tokens or words through the memory of other ranks, by their whole names."""
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear")
 _HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LONG_GAP = 20.0
@@ -75,7 +80,7 @@ def part_of(name: str, shapes: Sequence[Any] = (), vocab_size: int | None = None
     if name in _PRODUCTS:
         is_head = any(vocab_size in shape for shape in shapes if isinstance(shape, list | tuple))
         return HEAD if is_head else PRODUCTS
-    return next((part for text, part in _NAMES if text in name), REST)
+    return PARTS_OF_PEER_KERNELS.get(name) or next((part for text, part in _NAMES if text in name), REST)
 
 
 class Kernel(NamedTuple):
@@ -234,9 +239,10 @@ def profiled_steps(
                 claimed = min(launched.duration, unclaimed[launched.name])
                 unclaimed[launched.name] -= claimed
                 its += claimed
+                parts[PARTS_OF_PEER_KERNELS.get(launched.name, part)] += claimed
         else:
             its = event.self_cpu_time_total
-        parts[part] += its
+            parts[part] += its
         entry = found[event.name, str(event.input_shapes or "")]
         entry[0] += 1
         entry[1] += its

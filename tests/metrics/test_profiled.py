@@ -21,12 +21,14 @@ from lightning_d9d.metrics.profiled import (
     HEAD,
     NORMS,
     OPTIMIZER,
+    PARTS_OF_PEER_KERNELS,
     PERMUTES,
     PRODUCTS,
     REST,
     WAIT,
     part_of,
 )
+from lightning_d9d.ops.kernels import peer_exchange, peer_words
 
 VOCAB = 256
 
@@ -48,6 +50,8 @@ VOCAB = 256
         ("Memcpy HtoD (Pinned -> Device)", [], COPIES),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", [], COMMUNICATION),
         (WAIT, [], COMMUNICATION),
+        ("_push", [], COMMUNICATION),
+        ("_take", [], PERMUTES),
     ],
 )
 def test_parts_of_operators(name: str, shapes: list[list[int]], part: str) -> None:
@@ -124,3 +128,31 @@ def test_a_profile_of_a_gpu() -> None:
     assert "| ms until the host has launched it | 0.45 |" in table
     assert "| ms in which the host waits for the device | 0.04 |" in table
     assert "- 50 us, ncclDevKernel_AllReduce -> _adamw" in table
+
+
+def test_an_operator_that_sends_and_copies() -> None:
+    """Kernels that write to other ranks are communication, whatever operator launched them."""
+    events = [
+        operator("lightning_d9d::peer_dispatch", ("_push", 30.0), ("_meet", 5.0), ("_take", 20.0), ("fill", 1.0)),
+        kernel("_push", 0, 30),
+        kernel("_meet", 30, 35),
+        kernel("_take", 35, 55),
+        kernel("fill", 55, 56),
+    ]
+    found = profiled_steps(cast(Any, SimpleNamespace(use_device="cuda", events=lambda: events)), 56e-6)
+    us = {name: round(1e6 * seconds) for name, seconds in found.parts.items() if seconds > 0}
+    assert us == {COMMUNICATION: 35, PERMUTES: 20, REST: 1}
+    assert found.operators[0].seconds == pytest.approx(56e-6)
+    assert found.device is not None
+    assert found.device.communication_alone == 35
+
+
+def test_kernels_of_peers_have_a_part() -> None:
+    """Each kernel that a message launches is listed by its name."""
+    found = {
+        name
+        for module in (peer_exchange, peer_words)
+        for name, function in vars(module).items()
+        if name.startswith("_") and hasattr(function, "__getitem__") and hasattr(function, "run")
+    } - {"_wait"}
+    assert found == set(PARTS_OF_PEER_KERNELS)
