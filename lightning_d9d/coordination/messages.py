@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -138,6 +138,21 @@ def is_connection_error(error: BaseException) -> bool:
 def is_silence(error: BaseException) -> bool:
     """Return whether an error says that others did not answer, but not why."""
     return is_connection_error(error) or isinstance(error, LateError)
+
+
+def silence_text(silent: Sequence[int] | None) -> str:
+    """Return what is known of the ranks that do not answer. None means that the store did not say in time."""
+    if silent is None:
+        return "it is not known which ranks still answer: the store of rank 0 did not say so in time"
+    if not silent:
+        return (
+            "all ranks still answer: one was slower than TimeoutConfig.step_seconds, or a connection between two broke"
+        )
+    ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+    return (
+        f"no answer from {ranks}: a process ended (the output of what launched it has its exit code) or is stopped, or "
+        "the network is down"
+    )
 
 
 def _is_failure(value: Any) -> bool:

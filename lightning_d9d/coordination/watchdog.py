@@ -77,6 +77,7 @@ from lightning_d9d.coordination.messages import (
     is_silence,
     is_stop,
     say,
+    silence_text,
     value_of,
 )
 from lightning_d9d.coordination.processes import end_processes
@@ -156,7 +157,7 @@ class RankWatch:
         self._last_position: tuple[int, int] | None = None
         self._stop_raised = False
         self._own_failure: Failure | None = None
-        self._has_heard = self._asks_who_heard = False
+        self._has_heard, self._asks_at = False, float("inf")
         self._silent_ranks: list[int] | None = None
         self.meets_at: str | None = None
         """The place at whose end the main thread waits for the other ranks."""
@@ -337,20 +338,11 @@ class RankWatch:
 
     def _who_is_silent(self) -> str:
         with self._changed:
-            self._changed.wait_for(lambda: self._silent_ranks is not None, self._patience)  # all have heard
-            self._asks_who_heard = True
-            self._wake()
+            self._asks_at = time.monotonic() + self._patience  # until then all may have heard
             self._changed.wait_for(lambda: self._silent_ranks is not None, self._patience)
-            silent = self._silent_ranks
-        if silent:
-            ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-            return (
-                f"no answer from {ranks}: a process ended (the output of what launched it has its exit code) or is "
-                "stopped, or the network is down"
-            )
-        return (
-            "all ranks still answer: one was slower than TimeoutConfig.step_seconds, or a connection between two broke"
-        )
+            self._wake()
+            self._changed.wait_for(lambda: self._silent_ranks is not None or self._left, 4 * self._patience)
+            return silence_text(self._silent_ranks)
 
     def close(self) -> None:
         """Wait for the other ranks unless one failed, and end the watch. Collective.
@@ -444,7 +436,9 @@ class RankWatch:
             if self._closed:
                 self._leave()
         except RuntimeError:  # the connection to the store
-            self._left = True
+            with self._changed:
+                self._left = True
+                self._changed.notify_all()
             if self.failure is None and not self._closed:
                 self._fail(self._own_failure or Failure(0, DOES_NOT_ANSWER))
         except Exception as error:  # a value that no rank wrote, say: the watch goes on
@@ -474,7 +468,7 @@ class RankWatch:
             silent = None
             if count(self._store, "num_heard") == self._world_size:
                 silent = []
-            elif self._asks_who_heard:
+            elif time.monotonic() >= self._asks_at:
                 silent = [rank for rank in range(self._world_size) if not self._store.check([f"heard/{rank}"])]
             with self._changed:
                 self._silent_ranks = silent
@@ -590,6 +584,11 @@ class RankWatch:
                 f"(TimeoutConfig.shutdown_seconds sets the limit). Its main thread was at:\n{stack_text(frames)}"
                 + (f"A moment before it was at:\n{stack_text(before)}" if is_new else "")
             )
+            if self._asks_at < float("inf"):  # the main thread does not come to say it
+                self._asks_at = 0.0
+                with suppress(RuntimeError):
+                    self._count_who_heard()
+                self._say(silence_text(self._silent_ranks))
             if words := self.last_words():
                 self._say(words)
             end_processes([process for _, process in self._children], KILL_SECONDS)

@@ -66,6 +66,15 @@ def test_what_a_rank_was_blocked_in_is_told_though_it_has_just_left(tmp_path: Pa
 
 
 @pytest.mark.jobs
+def test_a_rank_that_is_ended_names_those_that_do_not_answer(tmp_path: Path) -> None:
+    """The error that would say so has not been written when the time limit is over."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = start(watched.lose_the_other_rank, tmp_path / "said", store.port)
+    assert end(process, SECONDS) == 1
+    assert "\n[rank 0] no answer from rank 1: a process ended" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.jobs
 def test_values_that_no_rank_wrote(tmp_path: Path) -> None:
     process = start(watched.read_garbage, tmp_path / "heard.json")
     assert end(process, 240) == 0

@@ -75,6 +75,17 @@ def wait_with_streams(streams: str, port: int) -> None:
     threading.Event().wait()
 
 
+def lose_the_other_rank(file: Path, port: int) -> None:
+    """Rank 0 of 2, which loses its connection to the other and does not come to its last words."""
+    with file.open("w") as output:
+        sys.stderr = output
+        store = dist.TCPStore("127.0.0.1", port)
+        watch = RankWatch(store, 0, 2, SHUTDOWN_SECONDS, 30, [], lambda _: SystemExit())
+        watch.start()
+        watch.report(dist.DistNetworkError("a connection broke"))
+        threading.Event().wait()
+
+
 def leave_just_before_the_end(file: Path, port: int) -> None:
     """Rank 0 of 2, whose main thread is blocked until the watch is about to end the process."""
     with file.open("w") as output:
