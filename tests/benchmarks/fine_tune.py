@@ -191,6 +191,8 @@ def _case(
 def run_case(case: Case, device_type: str) -> dict[str, Any]:
     """Measure contenders one by one, and compare the best of each with the fastest peer that came through.
 
+    Where only ours were selected, their fastest is the peer.
+
     Raises:
         RuntimeError: No peer came through, or ours did not, or their losses differ.
     """
@@ -207,10 +209,11 @@ def run_case(case: Case, device_type: str) -> dict[str, Any]:
             measured[name] = outcome
             print(f"  {_row(name, outcome, case.conditions['tokens'])}", flush=True)
     best = _best(measured)
+    lost = {_alone(name) for name in failed if name.startswith("ours")} - {*map(_alone, best)}
     peers = [name for name in best if not name.startswith("ours")]
-    if not peers or any(name.startswith("ours") and _alone(name) not in map(_alone, best) for name in failed):
+    if lost or not (peers or (best and all(name.startswith("ours") for name in case.contenders))):
         raise RuntimeError(f"{case.name}: nothing to compare, as there failed {failed}")
-    peer = min(peers, key=lambda name: _seconds(best[name]))
+    peer = min(peers or best, key=lambda name: _seconds(best[name]))
     losses = {name: values["warmup_loss"] for name, values in measured.items()}
     if any(not math.isclose(loss, losses[peer], rel_tol=LOSS_TOLERANCE) for loss in losses.values()):
         raise RuntimeError(f"{case.name}: the losses after the warm-up differ: {losses}")
@@ -236,17 +239,17 @@ def _best(measured: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _known_or_measured(case: Case, device_type: str) -> dict[str, Any] | str:
-    """Return what the folder has of the one contender of a case, or measure and keep it."""
+    """Return what the folder has of the one contender of a case, or measure and keep it. Failures are not kept."""
     (name,) = case.contenders
     folder = case.conditions.get("folder")
-    if folder is None:
-        return _measured_alone(case, device_type)
-    path = Path(folder) / f"{case.name}, {name}.json"
-    if not path.exists():
-        outcome = _measured_alone(case, device_type)
+    path = Path(folder) / f"{case.name}, {name}.json" if folder else None
+    if path and path.exists():
+        return json.loads(path.read_text())
+    outcome = _measured_alone(case, device_type)
+    if path and not isinstance(outcome, str):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(outcome))
-    return json.loads(path.read_text())
+    return outcome
 
 
 def _measured_alone(case: Case, device_type: str) -> dict[str, Any] | str:

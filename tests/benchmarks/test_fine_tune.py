@@ -66,6 +66,7 @@ def test_the_best_kind_of_recomputation_is_compared(
     assert median(seconds[f"{compared.name}, {ours}.json"]) == min(map(median, seconds.values()))
     again = run_case(replace(lacking, contenders=dict.fromkeys(lacking.contenders, Ends)), "cpu")
     assert again["contenders"] == result["contenders"]
+    assert again["failed"] == {peers[0]: "failed with exit code 3"}
 
 
 def test_contenders_are_selected_and_ordered_by_the_begins_of_their_names() -> None:
