@@ -50,7 +50,7 @@ SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
     "ops": ("ops", "sizes"),
     "train_step": ("peers",),
-    "fine_tune": ("layers", "experts", "seconds", "recompute"),
+    "fine_tune": ("layers", "experts", "seconds", "recompute", "contenders", "folder"),
     "step_in_backward": ("layers",),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
     "data": ("file_gib", "memory"),
@@ -115,7 +115,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
     parser.add_argument("--seconds", type=int, help="of `fine_tune` and `expert_peers`: that a contender has")
-    parser.add_argument("--contenders", nargs="+", help="of `expert_peers`; default: all")
+    parser.add_argument(
+        "--contenders", nargs="+", help="of `expert_peers` and `fine_tune`, here begins of names; default: all"
+    )
     parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
     parser.add_argument(
         "--rates", nargs="+", type=float, help="of `optimizer_loss` (a single one is taken untried) and `replica_loss`"
@@ -132,13 +134,18 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--rows", type=int, help="of `whole_model`, `expert_peers`, `replica_loss`: in a batch of a rank"
     )
-    parser.add_argument("--recompute", help="of `whole_model`, `fine_tune`, `expert_peers`, as in `ParallelConfig`")
+    parser.add_argument(
+        "--recompute",
+        help="of `whole_model` and `expert_peers`, as in `ParallelConfig`; of `fine_tune` several, with commas",
+    )
     parser.add_argument("--states", choices=("bfloat16", "uint8"), help="of `whole_model`: dtype of optimizer states")
     parser.add_argument("--accumulate", type=int, help="of `whole_model`: batches of an optimizer step")
     parser.add_argument(
         "--deterministic", action="store_true", default=None, help="of `whole_model`: the same bits in each run"
     )
-    parser.add_argument("--folder", type=Path, help="of `whole_model`: keeps its files, for a command that goes on")
+    parser.add_argument(
+        "--folder", type=Path, help="of `whole_model` and `fine_tune`: keeps its files, for a command that goes on"
+    )
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):

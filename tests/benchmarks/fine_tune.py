@@ -1,12 +1,12 @@
-"""Steps of fine-tuning on some layers of Qwen3-MoE and one GPU, against transformers.
+"""Steps of fine-tuning on some or all layers of Qwen3-MoE and one GPU, against transformers and Unsloth.
 
 With LoRA the peers have peft. All parameters are trained with states in eight bits: of `StochasticAdamW` here, of
 torchao's and bitsandbytes' AdamW there.
 
 All contenders have equal weights, frozen but for adapters with LoRA, in bf16 on a GPU. They take the same tokens:
-forward, loss, backward, AdamW. All recompute each block, or with `--recompute none` nothing. Transformers has SDPA, and
-every implementation of experts that is asked for; the fastest is the peer. The learning rate is 0, so nothing changes a
-loss, and losses are compared.
+forward, loss, backward, AdamW. Each is tried with every kind of recomputation that is asked for and that it knows, and
+its best is compared. Transformers has SDPA, and every implementation of experts that is asked for. The fastest of
+others is the peer. The learning rate is 0, so nothing changes a loss, and losses are compared.
 
 Contenders run one after the other, each in a process of its own and for so long at most: memory has one at a time. Each
 is printed when it is measured.
@@ -17,27 +17,36 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, multiprocessing, nn
 from torch.optim import AdamW
 
 from lightning_d9d import ParallelConfig
-from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, save_huggingface
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.peft import LoRA, inject
 from tests.benchmarks.first_import import importing_first
-from tests.benchmarks.frame import LOSS_TOLERANCE, Case, rank_main, summarize
-from tests.benchmarks.train_step import OwnLoop, TransformersLoop, Work, more_of_ours, table, transformers_of
+from tests.benchmarks.frame import LOSS_TOLERANCE, Case, Contender, rank_main, summarize
+from tests.benchmarks.train_step import (
+    OwnLoop,
+    TransformersLoop,
+    Work,
+    more_of_ours,
+    table,
+    transformers_of,
+)
 
 __all__ = ["cases", "run_case", "table"]
 
@@ -54,6 +63,13 @@ LEAST_OF_PEER = 1.5
 """Tokens/s of ours with adapters of attention and experts, of the best peer's, whatever that adapts."""
 MOST_SECONDS = 150
 """The most time of a contender: start, warm-up and all steps."""
+OF_UNSLOTH: dict[str, str | bool] = {"none": False, "full": True, "unsloth": "unsloth"}
+"""Kinds of recomputation, and what Unsloth calls them. Its own offloads the inputs of blocks to the host."""
+RECOMPUTE = "full,unsloth"
+WHOLE = 24
+"""So many layers and more have long steps: a block of a round is one."""
+
+Build = Callable[[torch.device], Contender]
 
 
 @dataclass(frozen=True)
@@ -73,51 +89,49 @@ def cases(
     layers: int = 8,
     experts: Sequence[str] = IMPLEMENTATIONS,
     seconds: int = MOST_SECONDS,
-    recompute: str = "full",
+    recompute: str = RECOMPUTE,
+    contenders: Sequence[str] = (),
+    folder: Path | None = None,
 ) -> list[Case]:
-    """Some layers of the 30b-a3b geometry: with peers that adapt attention alone, and with those that do as ours."""
-    same = {"seconds": seconds, "recompute": recompute}
+    """Some layers of the 30b-a3b geometry: with peers that adapt attention alone, and with those that do as ours.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        quick: Whether a small model is trained.
+        layers: The number of layers.
+        experts: Implementations of experts in transformers.
+        seconds: The most time of a contender.
+        recompute: Kinds of recomputation, with commas between them.
+        contenders: The only ones that run, in this order, each by the begin of its name. None: all.
+        folder: Keeps what was measured. What it has already is not measured again.
+    """
+    same = {"seconds": seconds, "recompute": recompute, "only": contenders, "folder": folder}
     if quick or device_type == "cpu":
         work = Work(config=Qwen3MoeConfig.preset("tiny"), dtype=torch.float32, num_rows=2, sequence_length=32)
         rounds: dict[str, Any] = dict(warmup_steps=2, block_steps=1, repeats=2 if quick else 12)
         return [case("small model", work, Adapters(), [Adapters(2)], experts, None, **same, **rounds)]
     config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers)
     work = Work(config=config, dtype=torch.bfloat16, num_rows=4, sequence_length=4096)
-    rounds = dict(warmup_steps=3, block_steps=2, repeats=8)
+    rounds = dict(warmup_steps=3, block_steps=1 if layers >= WHOLE else 2, repeats=8)
     of_ours, limit = [Adapters(), Adapters(RANK), Adapters(2)], 1 / LEAST_OF_PEER
     return [
         case("peft on attention", work, Adapters(), of_ours, experts, limit, **same, **rounds),
         case("peft on experts, too", work, Adapters(2), of_ours[-1:], experts, limit, **same, **rounds),
-        of_all("all parameters", work, EIGHT_BITS, experts[0], 1 / LEAST_OF_WHOLE, **same, **rounds),
+        of_all("all parameters", work, EIGHT_BITS, experts[:1], 1 / LEAST_OF_WHOLE, **same, **rounds),
     ]
 
 
 def of_all(
-    name: str,
-    work: Work,
-    packages: Sequence[str],
-    implementation: str,
-    limit: float | None,
-    *,
-    seconds: int,
-    recompute: str,
-    **rounds: Any,
+    name: str, work: Work, packages: Sequence[str], implementations: Sequence[str], limit: float, **more: Any
 ) -> Case:
     """Ours and a peer for each package with an AdamW of eight bits, all parameters trained."""
-    ours = {"ours, states in eight bits": partial(OursWhole, work, recompute=recompute)}
-    theirs = {
-        f"transformers, AdamW of {each}": partial(TheirsWhole, work, each, implementation, recompute=recompute)
-        for each in packages
+    ours: dict[str, Any] = {"ours, states in eight bits": partial(OursWhole, work)}
+    theirs: dict[str, Any] = {
+        f"transformers, AdamW of {package}": partial(TheirsWhole, work, package, implementation)
+        for package in packages
+        for implementation in implementations
     }
-    return Case(
-        name=name,
-        contenders={**ours, **theirs},
-        peer=next(iter(theirs)),
-        limits={} if limit is None else dict.fromkeys(ours, limit),
-        afterwards=partial(more_of_ours, work),
-        conditions={**work.conditions(), "recompute": recompute, "seconds": seconds},
-        **rounds,
-    )
+    return _case(name, work, ours | theirs, dict.fromkeys(ours, limit), **more)
 
 
 def case(
@@ -127,32 +141,57 @@ def case(
     of_ours: Sequence[Adapters],
     implementations: Sequence[str],
     limit: float | None,
+    **more: Any,
+) -> Case:
+    """Peers, and ours with several adapters, of which the last may take `limit` times as long as the best at most."""
+    ours: dict[str, Any] = {f"ours, {adapters}": partial(Ours, work, adapters) for adapters in of_ours}
+    theirs: dict[str, Any] = {
+        f"transformers and peft, {of_peer}, {each}": partial(Theirs, work, of_peer, each) for each in implementations
+    }
+    if find_spec("unsloth"):  # an import would replace parts of transformers for all
+        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer)
+    limits = {} if limit is None else {[*ours][-1]: limit}
+    return _case(name, work, ours | theirs, limits, rank_of_attention=RANK, **more)
+
+
+def _case(
+    name: str,
+    work: Work,
+    contenders: Mapping[str, Any],
+    limits: Mapping[str, float],
     *,
     seconds: int,
     recompute: str,
+    only: Sequence[str],
+    folder: Path | None,
+    rank_of_attention: int | None = None,
     **rounds: Any,
 ) -> Case:
-    """Peers, and ours with several adapters, of which the last may take `limit` times as long as the best at most."""
-    ours = {f"ours, {adapters}": partial(Ours, work, adapters, recompute=recompute) for adapters in of_ours}
-    theirs = {
-        f"transformers and peft, {of_peer}, {each}": partial(Theirs, work, of_peer, each, recompute=recompute)
-        for each in implementations
+    """Every contender with each kind of recomputation that it knows."""
+    tried: dict[str, Build] = {
+        f"{each}, recompute {kind}": partial(build, recompute=kind)
+        for each, build in contenders.items()
+        for kind in recompute.split(",")
+        if build.func.knows(kind)
     }
-    if find_spec("unsloth"):  # an import would replace parts of transformers for all
-        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer, recompute=recompute)
+    if only:
+        tried = {each: build for begin in only for each, build in tried.items() if each.startswith(begin)}
+    rank = {} if rank_of_attention is None else {"rank of attention": rank_of_attention}
     return Case(
         name=name,
-        contenders={**ours, **theirs},
-        peer=next(iter({**theirs, **ours})),
-        limits={} if limit is None else {[*ours][-1]: limit},
+        contenders=tried,
+        peer=next(iter(tried), ""),
+        limits=limits,
         afterwards=partial(more_of_ours, work),
-        conditions={**work.conditions(), "rank of attention": RANK, "recompute": recompute, "seconds": seconds},
+        conditions={**work.conditions(), **rank, "seconds": seconds, **({"folder": str(folder)} if folder else {})},
         **rounds,
     )
 
 
 def run_case(case: Case, device_type: str) -> dict[str, Any]:
-    """Measure contenders one by one, and compare them with the fastest peer that came through.
+    """Measure contenders one by one, and compare the best of each with the fastest peer that came through.
+
+    Where only ours were selected, their fastest is the peer.
 
     Raises:
         RuntimeError: No peer came through, or ours did not, or their losses differ.
@@ -162,29 +201,64 @@ def run_case(case: Case, device_type: str) -> dict[str, Any]:
     print(f"\nfine_tune, {case.name}", flush=True)
     for name, build in case.contenders.items():
         alone = replace(case, contenders={name: build}, peer=name, limits={})
-        outcome = _measured_alone(alone, device_type, case.conditions["seconds"])
+        outcome = _known_or_measured(alone, device_type)
         if isinstance(outcome, str):
             failed[name] = outcome
             print(f"  {name}: {outcome}", flush=True)
         else:
             measured[name] = outcome
             print(f"  {_row(name, outcome, case.conditions['tokens'])}", flush=True)
-    peers = [name for name in measured if not name.startswith("ours")]
-    if not peers or any(name.startswith("ours") for name in failed):
+    best = _best(measured)
+    lost = {_alone(name) for name in failed if name.startswith("ours")} - {*map(_alone, best)}
+    peers = [name for name in best if not name.startswith("ours")]
+    if lost or not (peers or (best and all(name.startswith("ours") for name in case.contenders))):
         raise RuntimeError(f"{case.name}: nothing to compare, as there failed {failed}")
-    peer = min(peers, key=lambda name: sorted(measured[name]["seconds_per_step"])[case.repeats // 2])
+    peer = min(peers or best, key=lambda name: _seconds(best[name]))
     losses = {name: values["warmup_loss"] for name, values in measured.items()}
     if any(not math.isclose(loss, losses[peer], rel_tol=LOSS_TOLERANCE) for loss in losses.values()):
         raise RuntimeError(f"{case.name}: the losses after the warm-up differ: {losses}")
-    return summarize(replace(case, peer=peer), measured) | {"failed": failed}
+    limits = {name: case.limits[_alone(name)] for name in best if _alone(name) in case.limits}
+    return summarize(replace(case, peer=peer, limits=limits), best) | {"failed": failed}
 
 
-def _measured_alone(case: Case, device_type: str, seconds: float) -> dict[str, Any] | str:
+def _alone(name: str) -> str:
+    """Return the name of a contender without its kind of recomputation."""
+    return name.rpartition(", ")[0]
+
+
+def _seconds(values: Mapping[str, Any]) -> float:
+    return statistics.median(values["seconds_per_step"])
+
+
+def _best(measured: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return of each contender the kind of recomputation with the shortest steps."""
+    best: dict[str, str] = {}
+    for name in sorted(measured, key=lambda name: _seconds(measured[name])):
+        best.setdefault(_alone(name), name)
+    return {name: values for name, values in measured.items() if name in best.values()}
+
+
+def _known_or_measured(case: Case, device_type: str) -> dict[str, Any] | str:
+    """Return what the folder has of the one contender of a case, or measure and keep it. Failures are not kept."""
+    (name,) = case.contenders
+    folder = case.conditions.get("folder")
+    path = Path(folder) / f"{case.name}, {name}.json" if folder else None
+    if path and path.exists():
+        return json.loads(path.read_text())
+    outcome = _measured_alone(case, device_type)
+    if path and not isinstance(outcome, str):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(outcome))
+    return outcome
+
+
+def _measured_alone(case: Case, device_type: str) -> dict[str, Any] | str:
     """What `frame.measure` gives for the one contender of a case, or why there is nothing."""
     (name,) = case.contenders
+    seconds = case.conditions["seconds"]
     with tempfile.TemporaryDirectory() as directory:
         first = "unsloth" if name.startswith("unsloth") else ""
-        arguments = (first, pickle.dumps((rank_main, 0, case, device_type, directory)))
+        arguments = (first, pickle.dumps((_measure_or_say, case, device_type, directory)))
         process = multiprocessing.get_context("spawn").Process(target=importing_first, args=arguments)
         process.start()
         process.join(seconds)
@@ -193,19 +267,45 @@ def _measured_alone(case: Case, device_type: str, seconds: float) -> dict[str, A
             process.join()
             return f"not done in {seconds} s"
         if process.exitcode:
-            return f"failed with exit code {process.exitcode}"
+            said = Path(directory) / "error"
+            return said.read_text() if said.exists() else f"failed with exit code {process.exitcode}"
         return json.loads((Path(directory) / "measured.json").read_text())[name]
 
 
+def _measure_or_say(case: Case, device_type: str, directory: str) -> None:
+    """Measure the case, or write the first line of an error as a file."""
+    try:
+        rank_main(0, case, device_type, directory)
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        (Path(directory) / "error").write_text(f"{type(error).__name__}: {first}")
+        raise
+
+
 def _row(name: str, values: dict[str, Any], num_tokens: int) -> str:
-    seconds = sorted(values["seconds_per_step"])
-    median, first = seconds[len(seconds) // 2], values["seconds_of_first"]
+    median, first = _seconds(values), values["seconds_of_first"]
     peak = values["peak_memory_bytes"]
     memory = "" if peak is None else f", {peak / 2**30:.2f} GiB"
-    return f"{name}: {num_tokens / median:.0f} tokens/s, {1e3 * median:.1f} ms{memory}, first steps in {first:.1f} s"
+    loss = f"loss {values['warmup_loss']:.4f}"
+    speed = f"{num_tokens / median:.0f} tokens/s, {1e3 * median:.1f} ms"
+    return f"{name}: {speed}{memory}, first steps in {first:.1f} s, {loss}"
 
 
-class Ours(OwnLoop):
+class _OwnLoop(OwnLoop):
+    @staticmethod
+    def knows(recompute: str) -> bool:
+        """Whether it has this kind of recomputation."""
+        return recompute != "unsloth"
+
+
+class _TransformersLoop(TransformersLoop):
+    @staticmethod
+    def knows(recompute: str) -> bool:
+        """Whether it has this kind of recomputation."""
+        return recompute in ("none", "full")
+
+
+class Ours(_OwnLoop):
     """`Qwen3MoeForCausalLM` with adapters."""
 
     def __init__(self, work: Work, adapters: Adapters, device: torch.device, *, recompute: str = "full") -> None:
@@ -216,7 +316,7 @@ class Ours(OwnLoop):
         super().__init__(work, network, StochasticAdamW(_trained(network), lr=0.0, state_dtype=work.dtype), device)
 
 
-class Theirs(TransformersLoop):
+class Theirs(_TransformersLoop):
     """Transformers' model of the same weights, with peft's adapters."""
 
     def __init__(
@@ -239,15 +339,21 @@ class Theirs(TransformersLoop):
 
 
 class Unsloth(TransformersLoop):
-    """Unsloth's model of the same weights, by way of a directory, as it takes no other."""
+    """Unsloth's model of the same weights. They take the place of those that it reads from a directory."""
 
     def __init__(self, work: Work, adapters: Adapters, device: torch.device, *, recompute: str = "full") -> None:
         from unsloth import FastLanguageModel  # `importing_first` has imported it before transformers
 
-        with tempfile.TemporaryDirectory() as directory:
-            save_huggingface(work.network(device), directory, files=_smallest_tokenizer())
+        checkpointing = OF_UNSLOTH[recompute]
+        with tempfile.TemporaryDirectory() as directory, _weights_of(work, device):
+            _write_empty_model(Path(directory), work)
             network, _ = FastLanguageModel.from_pretrained(
-                directory, max_seq_length=work.sequence_length, dtype=work.dtype, load_in_4bit=False, load_in_16bit=True
+                directory,
+                max_seq_length=work.sequence_length,
+                dtype=work.dtype,
+                load_in_4bit=False,
+                load_in_16bit=True,
+                use_gradient_checkpointing=checkpointing,
             )
         targets = [*ATTENTION, *(["gate_up_proj", "down_proj"] if adapters.rank_of_experts else [])]
         network = FastLanguageModel.get_peft_model(
@@ -256,10 +362,15 @@ class Unsloth(TransformersLoop):
             lora_alpha=2 * RANK,
             lora_dropout=0,
             target_modules=targets,
-            use_gradient_checkpointing=False if recompute == "none" else "unsloth",
+            use_gradient_checkpointing=checkpointing,
         )
         network = FastLanguageModel.for_training(network)
         super().__init__(work, network, AdamW(_trained(network), lr=0.0, fused=device.type == "cuda"), device)
+
+    @staticmethod
+    def knows(recompute: str) -> bool:
+        """Whether it has this kind of recomputation."""
+        return recompute in OF_UNSLOTH
 
     def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the model's own loss. It shifts labels by itself, so each row has one label less."""
@@ -267,17 +378,35 @@ class Unsloth(TransformersLoop):
         return self.network(ids, labels=torch.cat([ids[:, :1], labels[:, :-1]], dim=1)).loss
 
 
-def _smallest_tokenizer() -> dict[str, bytes]:
-    """Files of a tokenizer of one word. Return names and contents."""
+def _weights_of(work: Work, device: torch.device) -> Any:
+    """Give a model of transformers the weights of `work.network` where it would read files. Return a context.
+
+    Nothing is written or read so, and the model is in memory once.
+    """
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import PreTrainedModel
+
+    def load(model: Any, state_dict: Any, files: Any, settings: Any) -> Any:
+        return convert_and_load_state_dict_in_model(model, work.network(device).state_dict(), settings)
+
+    return mock.patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+
+
+def _write_empty_model(directory: Path, work: Work) -> None:
+    """Write a configuration, a tokenizer of one word, and a file of weights without any."""
+    from safetensors.torch import save_file
+
     words = {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "pad_token": "<unk>"}
     settings["eos_token"] = "<unk>"
     tokenizer = {"version": "1.0", "added_tokens": [], "model": words}
-    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
-    return {name: json.dumps(values).encode() for name, values in files.items()}
+    for name, values in {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}.items():
+        (directory / name).write_text(json.dumps(values))
+    (directory / "config.json").write_text(json.dumps(work.config.to_dict()))
+    save_file({}, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-class OursWhole(OwnLoop):
+class OursWhole(_OwnLoop):
     """`Qwen3MoeForCausalLM` with all parameters trained."""
 
     def __init__(self, work: Work, device: torch.device, *, recompute: str = "full") -> None:
@@ -286,7 +415,7 @@ class OursWhole(OwnLoop):
         super().__init__(work, network, StochasticAdamW(network.parameters(), lr=0.0, state_dtype=torch.uint8), device)
 
 
-class TheirsWhole(TransformersLoop):
+class TheirsWhole(_TransformersLoop):
     """Transformers' model of the same weights, with all parameters trained by an AdamW of a package."""
 
     def __init__(

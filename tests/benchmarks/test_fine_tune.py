@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from tests.benchmarks.fine_tune import IMPLEMENTATIONS, Adapters, OursWhole, cas
 from tests.benchmarks.train_step import QUICK
 from tests.harness import warm
 
-OURS, PEERS = f"ours, {Adapters(2)}", [f"transformers and peft, {Adapters()}, {each}" for each in IMPLEMENTATIONS]
+OURS = f"ours, {Adapters(2)}, recompute full"
+PEERS = [f"transformers and peft, {Adapters()}, {each}, recompute full" for each in IMPLEMENTATIONS]
 
 
 class Ends:
@@ -20,6 +24,13 @@ class Ends:
 
     def __init__(self, device: torch.device) -> None:
         os._exit(3)
+
+
+class Fails:
+    """Has no memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        raise torch.OutOfMemoryError("out of memory\nmore words")
 
 
 def test_contenders_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +44,36 @@ def test_contenders_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeyp
     assert f"| {result['peer']} | 1 (peer)" in table({"benchmark": "fine_tune", **result}, "cpu")
     assert result["failed"] == {PEERS[1]: "failed with exit code 3"}
     assert all(f"  {name}: " in printed for name in (OURS, *PEERS))
+
+
+def test_the_best_kind_of_recomputation_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kinds that fail are left out with their error. A second command measures what the folder lacks."""
+    monkeypatch.setattr("tests.benchmarks.fine_tune.multiprocessing.get_context", lambda method: warm.context())
+    (compared,) = cases("cpu", quick=True, experts=["eager"], recompute="none,3_of_4,full,unsloth", folder=tmp_path)
+    kinds = [name.removeprefix(f"ours, {Adapters(2)}, recompute ") for name in compared.contenders]
+    peers = [name for name in compared.contenders if name.startswith("transformers")]
+    assert kinds[:3] == ["none", "3_of_4", "full"]
+    assert [name.rpartition(" ")[2] for name in peers] == ["none", "full"]
+    lacking = replace(compared, contenders={**compared.contenders, peers[0]: Fails})
+    result = run_case(lacking, "cpu")
+    assert result["failed"] == {peers[0]: "OutOfMemoryError: out of memory"}
+    assert result["peer"] == peers[1]
+    (ours,) = [name for name in result["contenders"] if name.startswith("ours")]
+    seconds = {path.name: json.loads(path.read_text())["seconds_per_step"] for path in tmp_path.glob("*ours*")}
+    assert len(seconds) == 3
+    assert median(seconds[f"{compared.name}, {ours}.json"]) == min(map(median, seconds.values()))
+    again = run_case(replace(lacking, contenders=dict.fromkeys(lacking.contenders, Ends)), "cpu")
+    assert again["contenders"] == result["contenders"]
+    assert again["failed"] == {peers[0]: "failed with exit code 3"}
+
+
+def test_contenders_are_selected_and_ordered_by_the_begins_of_their_names() -> None:
+    chosen = ["transformers", f"ours, {Adapters(2)}"]
+    (compared, *_) = cases("cuda", quick=False, layers=48, experts=["grouped_mm"], contenders=chosen)
+    assert [*compared.contenders] == [PEERS[0], OURS]
+    assert compared.block_steps == 1
 
 
 def test_a_contender_has_its_time() -> None:
