@@ -10,8 +10,9 @@ the layer. Torch would compile for each such object, because it checks the objec
 here: torch also checks the function and the arguments of a `partial`, on which the result depends.
 
 [Note: experts on other ranks] The numbers of tokens that ranks exchange are read on the host, and differ at each call.
-The compiler takes them as constants, and compiles for each of them, up to its limit. So a mixture whose tokens travel
-runs uncompiled inside of its compiled block. Its products are operators of this package, which the compiler keeps.
+The compiler takes them as constants, and compiles for each of them, up to its limit. Through the memory of other ranks
+they stay on the device, but the compiler cannot trace how that memory is found. So a mixture whose tokens travel runs
+uncompiled inside of its compiled block. Its products are operators of this package, which the compiler keeps.
 
 [Note: compiled weight gradients] In split backwards a compiled block has no weight phase. Its backward is one compiled
 function, which computes all gradients in the input phase. Modules that are not compiled, such as embedding and head,
@@ -30,7 +31,7 @@ from torch import nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import ExpertBalance, SparseMoE
-from lightning_d9d.modules.dispatch import AllToAllDispatch
+from lightning_d9d.modules.dispatch import LocalDispatch
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
@@ -80,7 +81,7 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
     check_blocks(module, blocks, "ParallelConfig.compile=True")
     replace_forwards(blocks, _forward, "ParallelConfig.compile=True")
     mixtures = [part for block in blocks for part in block.modules() if isinstance(part, SparseMoE)]
-    if travelling := [each for each in mixtures if isinstance(each.dispatch, AllToAllDispatch)]:
+    if travelling := [each for each in mixtures if not isinstance(each.dispatch, LocalDispatch)]:
         replace_forwards(travelling, _uncompiled(), "ParallelConfig.compile=True")
 
 

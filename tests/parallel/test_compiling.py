@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -244,13 +245,25 @@ def test_fully_sharded(rank: RankContext) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("recompute", "split"), [("none", False), ("full", False), ("none", True)])
-def test_numbers_of_tokens_that_travel_are_not_compiled(rank: RankContext, recompute: str, split: bool) -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "recompute", "split"),
+    [
+        ("all_to_all", "none", False),
+        ("all_to_all", "full", False),
+        ("all_to_all", "none", True),
+        ("peer", "none", False),
+        ("peer", "full", True),
+    ],
+)
+def test_numbers_of_tokens_that_travel_are_not_compiled(
+    rank: RankContext, dispatch: str, recompute: str, split: bool
+) -> None:
     """Each batch sends other numbers of tokens. All layers and batches share the two parts around the experts."""
     domains = MeshDomains.build(MeshConfig(data_parallel_shard=2, expert_parallel=2), rank.device.type)
     (model, _), (compiled, _) = make_qwen3(balance=None), make_qwen3(balance=None)
-    parallelize_qwen3_moe(model.to(rank.device), domains, ParallelConfig())
-    parallelize_qwen3_moe(compiled.to(rank.device), domains, ParallelConfig(compile=True, recompute=recompute))
+    parallel = ParallelConfig(expert_dispatch=dispatch, expert_capacity=4.0)
+    parallelize_qwen3_moe(model.to(rank.device), domains, parallel)
+    parallelize_qwen3_moe(compiled.to(rank.device), domains, replace(parallel, compile=True, recompute=recompute))
     with compiler(whole=False):
         for step in range(4):
             _, inputs = make_qwen3(seed=2 * step + rank.rank)
