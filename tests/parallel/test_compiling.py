@@ -27,6 +27,7 @@ from lightning_d9d.ops import WeightGradients, defer, grouped_gemm, using_groupe
 from lightning_d9d.ops.backend import runs_triton, using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
 from lightning_d9d.parallel import compile_blocks, compiling, recompute_activations
+from lightning_d9d.parallel.config import ExpertDispatch
 from lightning_d9d.schedule import LayerCosts, Machine, ModelCosts
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -256,7 +257,7 @@ def test_fully_sharded(rank: RankContext) -> None:
     ],
 )
 def test_numbers_of_tokens_that_travel_are_not_compiled(
-    rank: RankContext, dispatch: str, recompute: str, split: bool
+    rank: RankContext, dispatch: ExpertDispatch, recompute: str, split: bool
 ) -> None:
     """Each batch sends other numbers of tokens. All layers and batches share the two parts around the experts."""
     domains = MeshDomains.build(MeshConfig(data_parallel_shard=2, expert_parallel=2), rank.device.type)
