@@ -23,7 +23,7 @@ _UNSCALED = ("weight_bytes", "copied_bytes", "linear_adapters", "experts_adapter
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerOfRank:
-    """A layer on a rank: its costs for a microbatch, and its parts of weights. Equal layers of a plan are one object."""
+    """A layer on a rank: its costs for a microbatch, and its parts of weights. Equal layers of a plan are one."""
 
     costs: LayerCosts
     """Costs of all rows of a microbatch, on this rank."""
