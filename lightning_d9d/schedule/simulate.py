@@ -203,7 +203,7 @@ def simulate(
 
 
 _Message = tuple[bool, int, int]
-"""Whether a message belongs to the forward, the stage that receives it, and the microbatch."""
+"""True for a message of the forward, the stage that receives it, and the microbatch."""
 
 
 def _message_of(action: MessageAction) -> _Message:
