@@ -90,7 +90,7 @@ class D9DModule(OptimizedModule):
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
         self._parameter_order: list[str] | None = None
-        self._is_whole = False  # True for what `whole_on_meta` returns
+        self.is_whole = False  # True for what `whole_on_meta` returns
         self.names_of_stages: list[list[str]] = []
         """The names of the parameters of this rank's stages as `configure_stage` built them."""
         self.run_context: RunContext | None = None
@@ -228,11 +228,11 @@ class D9DModule(OptimizedModule):
 
     def whole_on_meta(self) -> Self:
         """Return a copy with the stages of the whole model, on the meta device and not spread over ranks. Local."""
-        if self._is_whole:
+        if self.is_whole:
             return self
         apart = self._whole_without_peft()
         self._adapt(apart.stages, apart.stages[0])
-        apart._is_whole = True
+        apart.is_whole = True
         return apart
 
     def _whole_without_peft(self) -> Self:
