@@ -22,7 +22,9 @@ SUITE_REQUIREMENTS = (
 
 def _install(session: nox.Session, *extras: str) -> None:
     """Install this project, editable, with extras and the tested versions. Skipped with `-r`."""
-    # --no-compile: what is imported is compiled then, a small part of what comes with torch and transformers
+    # --no-compile: what is imported is compiled then, a small part of what comes with torch and transformers. It must
+    # be kept, even where the user's Python keeps no compiled files: else each process compiles for several seconds.
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
     package = f".[{','.join(extras)}]" if extras else "."
     session.install("-q", "--no-compile", "-e", package, "-c", CONSTRAINTS)
 

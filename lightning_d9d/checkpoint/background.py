@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_d9d.checkpoint.directory import prepare_save
-from lightning_d9d.checkpoint.tensors import PiecesToSave
+
+if TYPE_CHECKING:  # functions import it, as metadata.py says
+    from lightning_d9d.checkpoint.tensors import PiecesToSave
 
 K = TypeVar("K")
 THREAD_NAME = "lightning_d9d_checkpoint"
@@ -139,6 +141,8 @@ class BackgroundSaver:
             self._copies = HostCopies()
 
     def _copied_pieces(self, tensors: Mapping[str, Tensor], version: object) -> PiecesToSave:
+        from lightning_d9d.checkpoint.tensors import PiecesToSave
+
         pieces = PiecesToSave(tensors)
         key = (version, pieces.version)
         if (

@@ -18,20 +18,22 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.checkpoint.metadata import METADATA_NAME, StoredTensor, digest, read_metadata, stored_tensors
-from lightning_d9d.checkpoint.tensors import Checksums, PiecesToSave, TensorReader, write_tensors
 from lightning_d9d.checkpoint.torch_files import check_archive, read_saved
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.state.directory import make_directory, publish, sync
 from lightning_d9d.state.owner import Owner, hold, owned, remove, unless_held
 from lightning_d9d.state.regular import open_regular
+
+if TYPE_CHECKING:  # functions import it, as metadata.py says
+    from lightning_d9d.checkpoint.tensors import Checksums, PiecesToSave, TensorReader
 
 VALUES_NAME = "values.pt"
 _FORMAT = "lightning_d9d checkpoint 2"
@@ -70,6 +72,8 @@ def save_directory(
             content of `path` is still there.
         ConfigError: The path is a URL.
     """
+    from lightning_d9d.checkpoint.tensors import PiecesToSave
+
     prepare_save(path, lambda: PiecesToSave(tensors), values, named_values=named_values, group=group)()
 
 
@@ -122,6 +126,8 @@ def _save(
     ranks: Ranks,
     failure: str,
 ) -> None:
+    from lightning_d9d.checkpoint.tensors import write_tensors
+
     all_named = ranks.merge(named_values)
     owners: list[Owner] = []  # of the first rank
     with ExitStack() as stack:
@@ -174,6 +180,8 @@ def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, 
             raises it.
         ConfigError: The path is a URL.
     """
+    from lightning_d9d.checkpoint.tensors import TensorReader
+
     path, ranks = _on_file_system(path), Ranks(group, alone=alone)
     opened: list[Checkpoint] = []
 

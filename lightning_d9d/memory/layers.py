@@ -5,9 +5,9 @@ A plan builds them for ranks that do not exist, and a fit for its own rank. Both
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -21,27 +21,20 @@ from lightning_d9d.schedule.layers import LayerCosts, ModelCosts, Moment
 _UNSCALED = ("weight_bytes", "copied_bytes", "linear_adapters", "experts_adapters")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerOfRank:
-    """A layer on a rank: its costs for a microbatch, and its parts of weights."""
+    """A layer on a rank: its costs for a microbatch, and its parts of weights. Equal layers of a plan are one."""
 
     costs: LayerCosts
     """Costs of all rows of a microbatch, on this rank."""
     shares: tuple[Share, ...]
     recompute: str = "none"
-    place: int = 0
-    """The layer's index among the blocks of its stage."""
+    is_recomputed: bool = False
+    """True if the layer keeps only its input."""
     wire_bytes: float = 0.0
     """Bytes of tokens in transit to experts of other ranks and back."""
     peer_bytes: float = 0.0
     """Bytes that other ranks write such tokens to, outside of torch's allocator; layers share them."""
-
-    @cached_property
-    def is_recomputed(self) -> bool:
-        """True if the layer keeps only its input."""
-        if self.recompute in ("none", "selective", "attention"):
-            return False
-        return ParallelConfig(recompute=self.recompute).recomputes_block(self.place)
 
     @cached_property
     def kept(self) -> float:
@@ -112,14 +105,7 @@ class Microbatch:
     def stage(self, layers: range, shares: StageShares) -> StageOfRank:
         """Return the stage with these layers. Local."""
         own = [
-            LayerOfRank(
-                costs=self._layer(self.costs.layers[index], held),
-                shares=held,
-                recompute=self.recompute,
-                place=place,
-                wire_bytes=self._wire(self.costs.layers[index]),
-                peer_bytes=self._peers(self.costs.layers[index], held),
-            )
+            self._block(self.costs.layers[index], held, self._recomputes(place))
             for place, (index, held) in enumerate(zip(layers, shares.layers, strict=True))
         ]
         before = after = None
@@ -128,6 +114,28 @@ class Microbatch:
         if shares.after is not None:
             after = LayerOfRank(costs=self._head(shares.after, shares.before or ()), shares=shares.after)
         return StageOfRank(layers=own, before=before, after=after)
+
+    @cached_property
+    def _block(self) -> Callable[[LayerCosts, tuple[Share, ...], bool], LayerOfRank]:
+        @cache
+        def block(costs: LayerCosts, held: tuple[Share, ...], is_recomputed: bool) -> LayerOfRank:
+            return LayerOfRank(
+                costs=self._layer(costs, held),
+                shares=held,
+                recompute=self.recompute,
+                is_recomputed=is_recomputed,
+                wire_bytes=self._wire(costs),
+                peer_bytes=self._peers(costs, held),
+            )
+
+        return block
+
+    @cached_property
+    def _recomputes(self) -> Callable[[int], bool]:
+        """Returns whether the block at a place in its stage keeps only its input."""
+        if self.recompute in ("none", "selective", "attention"):
+            return lambda place: False
+        return ParallelConfig(recompute=self.recompute).recomputes_block
 
     def _layer(self, costs: LayerCosts, held: Sequence[Share]) -> LayerCosts:
         """Return a layer's costs on this rank, with gathered tokens or frozen weights if there are any."""

@@ -15,6 +15,7 @@ most of all together, as gradients are there when activations are not.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -160,14 +161,15 @@ class _Walk:
         self, stages: Mapping[int, StageOfRank], at_rest: PeakBytes, rules: GradientRules, keeps: bool
     ) -> None:
         self.stages = stages
-        self.at_rest = at_rest
+        self.at_rest, self.total_at_rest = at_rest, at_rest.total
         self.rules = rules
         self.keeps = keeps
         self.sums_late = (keeps or rules.accumulates_batches) and not rules.reduces_each
         block = max((part.costs.block_bytes for stage in stages.values() for part in stage.parts), default=0.0)
         self.block = block or math.inf
-        self.gradients = {
-            (index, place): LayerGradients(layer.shares, rules, self.block)
+        gradients = functools.cache(lambda layer: LayerGradients(layer.shares, rules, self.block))
+        self.gradients: dict[tuple[int, int], LayerGradients] = {
+            (index, place): gradients(layer)
             for index, stage in stages.items()
             for place, layer in enumerate(stage.parts)
         }
@@ -181,7 +183,7 @@ class _Walk:
         self.kept_stages = sum(gathered_bytes(part, stay=stay) for part in every for stay in (False, True))
         self.kept_roots = sum(gathered_bytes(part, stay=True) for part in every)
         self.tied = {index: tied_bytes(stage) for index, stage in stages.items()}
-        self.best = at_rest
+        self.best, self.most = at_rest, at_rest.total
         if rules.accumulates_batches:  # those of the batches before
             self.has_gradients = set(stages)
             for own in self.gradients.values():
@@ -211,12 +213,12 @@ class _Walk:
                 case BackwardInput():
                     self.backward_input(part.stage, stage, looks=is_new)
                 case BackwardWeight():
-                    self.backward_weight(part.stage, stage, is_last=is_last)
+                    self.backward_weight(part.stage, stage, is_last=is_last, looks=is_new or is_last)
                 case _:
                     self.backward(part.stage, stage, is_last=is_last, looks=is_new or is_last)
         first = 0.0 if self.keeps else max(gathered_bytes(stage.parts[0]) for stage in self.stages.values())
         self.most_of_pools["gathered"] += first  # of another size than those of layers, which do not fit into its block
-        free = max(0, int(sum(self.most_of_pools.values())) - self.best.total)
+        free = max(0, int(sum(self.most_of_pools.values())) - self.most)
         has_streams = self.most_of_pools["gathered"] + self.kept_stages > 0
         return replace(self.best, streams=free) if has_streams else replace(self.best, apart=free)
 
@@ -233,18 +235,17 @@ class _Walk:
         """
         copies, messages = gathered
         copies += self.kept_stages if self.keeps else self.kept_roots
-        computed = self.at_rest.total + self.there - self.large - self.scattered + self.activations
-        for name, value in (
-            ("computed", computed + working + copies + fresh - large),
-            ("large gradients", self.large + large),
-            ("gathered", messages),
-            ("scattered", self.scattered),
-        ):
-            self.most_of_pools[name] = max(self.most_of_pools[name], value)
+        computed = self.total_at_rest + self.there - self.large - self.scattered + self.activations
+        pools = self.most_of_pools
+        pools["computed"] = max(pools["computed"], computed + working + copies + fresh - large)
+        pools["large gradients"] = max(pools["large gradients"], self.large + large)
+        pools["gathered"] = max(pools["gathered"], messages)
+        pools["scattered"] = max(pools["scattered"], self.scattered)
         parts = int(self.there + fresh), int(self.activations), int(copies + messages), int(working)
-        if self.at_rest.total + sum(parts) > self.best.total:
+        total = self.total_at_rest + sum(parts)
+        if total > self.most:
             names = "gradients", "activations", "gathered", "working"
-            self.best = replace(self.at_rest, **dict(zip(names, parts, strict=True)))
+            self.best, self.most = replace(self.at_rest, **dict(zip(names, parts, strict=True))), total
 
     def around(self, stage: StageOfRank, place: int, *, is_backward: bool) -> tuple[float, float]:
         """Return the bytes of the running unit, and of messages: in a forward its own, in a backward the next one's."""
@@ -316,11 +317,12 @@ class _Walk:
                 self.note(grown + layer.costs.output_bytes, self.around(stage, place, is_backward=True))
             self.activations += split - layer.kept
 
-    def backward_weight(self, index: int, stage: StageOfRank, *, is_last: bool) -> None:
+    def backward_weight(self, index: int, stage: StageOfRank, *, is_last: bool, looks: bool) -> None:
         is_first = index not in self.has_gradients
         for place in reversed(range(len(stage.parts))):
             layer, own = stage.parts[place], self.gradients[index, place]
-            self.note(0.0, fresh=own.fresh if is_first else own.largest, large=own.large if is_first else 0.0)
+            if looks:
+                self.note(0.0, fresh=own.fresh if is_first else own.largest, large=own.large if is_first else 0.0)
             self.activations -= layer.costs.split_activation_bytes
             self.settle(own, is_first=is_first, is_last=is_last)
         self.has_gradients.add(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from lightning_d9d.memory.host import HostMemory, input_bytes
 from lightning_d9d.memory.layers import Microbatch, StageOfRank, StageShares, most_load
@@ -20,11 +21,26 @@ from lightning_d9d.schedule.program import Program, merge_backwards
 from lightning_d9d.schedule.schedule import Schedule
 
 StateBytes = Callable[[Share], int]
+_Found = TypeVar("_Found")
 
 
 def two_states(share: Share) -> int:
     """Return the bytes of two states in the dtype of a share, and of a step. Local."""
     return 2 * share.numel * share.weight.dtype.itemsize + 4
+
+
+def _remembered(of_rank: Callable[[RankModel, int], _Found]) -> Callable[[RankModel, int], _Found]:
+    """Let a method remember what it returns for each rank."""
+    name = f"{of_rank.__name__} of ranks"
+
+    @functools.wraps(of_rank)
+    def found(model: RankModel, rank: int) -> _Found:
+        known = vars(model).setdefault(name, {})
+        if rank not in known:
+            known[rank] = of_rank(model, rank)
+        return known[rank]
+
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +114,7 @@ class RankModel:
         parts = mesh.tensor_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
         return self.rows / parts
 
-    @property
+    @functools.cached_property
     def microbatch(self) -> Microbatch:
         """A microbatch as a rank computes it."""
         return Microbatch(
@@ -180,6 +196,7 @@ class RankModel:
         own = [tuple(spread.shares(self.weights.layers[index])) for index in layers]
         return self.microbatch.stage(layers, StageShares(own, before, after))
 
+    @_remembered
     def held(self, rank: int) -> list[Share]:
         """Return the parts of weights on a pipeline rank, each weight once."""
         found = []
@@ -187,6 +204,7 @@ class RankModel:
             found += [share for part in stage.parts for share in part.shares]
         return found
 
+    @_remembered
     def at_end(self, rank: int) -> tuple[int, int, int]:
         """Count weights, gradients and optimizer states of a pipeline rank at the end of a step. Local."""
         held = self.held(rank)
@@ -224,6 +242,7 @@ class RankModel:
             inputs=input_bytes(self.stages(rank), self.actions(rank)) if keeps_inputs else 0,
         )
 
+    @_remembered
     def peak(self, rank: int) -> PeakBytes:
         """Return the bytes at the peak of a step on a pipeline rank. Local."""
         weights, _, states = self.at_end(rank)

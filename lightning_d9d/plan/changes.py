@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.plan.machine import MachineTable
-from lightning_d9d.plan.planning import Change, Plan, check_mesh, plan_of
+from lightning_d9d.plan.planning import Change, Plan, check_mesh, placed, plan_of
 from lightning_d9d.plan.seconds import program_of
 from lightning_d9d.schedule import ModelCosts
 
@@ -50,21 +51,34 @@ def plan_with_changes(
         return plan_of(changed, machine, costs, asynchronous=asynchronous, clips=clips, program=program)
 
     found = planned(model)
-    plans: list[tuple[str, Plan]] = []
-    for each in recomputed(model, _kinds(model.parallel.recompute, less=found.missing <= 0)):
-        plans.append((f"recompute {each.parallel.recompute}", planned(each)))
-        if sum(plan.missing <= 0 for _, plan in plans) == _MOST_KINDS:
+    fits, memory = found.missing <= 0, machine.memory_bytes
+    tried: list[_Tried] = []
+    for each in recomputed(model, _kinds(model.parallel.recompute, less=fits)):
+        tried.append(_Tried(f"recompute {each.parallel.recompute}", *placed(each, machine)))
+        if sum(one.needed <= memory for one in tried) == _MOST_KINDS:
             break
-    plans += [(name, planned(each)) for name, each in _others(model)]
-    helping = [each for each in plans if each[1].missing <= 0]
-    if found.missing <= 0:
-        helping = [each for each in helping if each[1].step_seconds < (1 - _LEAST_GAIN) * found.step_seconds]
-    helping.sort(key=lambda each: each[1].step_seconds)
-    if found.missing > 0 and not helping:
-        helping = sorted(plans, key=lambda each: each[1].missing)
-        helping = [each for each in helping if each[1].missing < found.missing]
-    changes = tuple(Change(name, each.step_seconds, each.most.needed) for name, each in helping[:_MOST])
-    return replace(found, changes=changes)
+    tried += [_Tried(name, *placed(each, machine)) for name, each in _others(model)]
+    # Time takes longer to predict than memory, so only changes that may be shown are planned.
+    helping = [one for one in tried if one.needed <= memory]
+    if not fits and not helping:
+        nearest = sorted(tried, key=lambda one: one.needed)
+        helping = [one for one in nearest if one.needed < found.most.needed][:_MOST]
+        return replace(found, changes=tuple(one.change(planned(one.model)) for one in helping))
+    changes = sorted((one.change(planned(one.model)) for one in helping), key=lambda change: change.step_seconds)
+    if fits:
+        changes = [each for each in changes if each.step_seconds < (1 - _LEAST_GAIN) * found.step_seconds]
+    return replace(found, changes=tuple(changes[:_MOST]))
+
+
+class _Tried(NamedTuple):
+    """A change of a single setting, with the model that has it, and what this needs."""
+
+    setting: str
+    model: RankModel
+    needed: int
+
+    def change(self, plan: Plan) -> Change:
+        return Change(self.setting, plan.step_seconds, self.needed)
 
 
 def recomputed(model: RankModel, kinds: Iterable[str] = KINDS) -> Iterator[RankModel]:

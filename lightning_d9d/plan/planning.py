@@ -404,6 +404,7 @@ def plan_of(
     program: ProgramOf = program_of,
 ) -> Plan:
     """Plan a run from its model description. Local."""
+    model, _ = placed(model, machine)
     mesh, pp = model.mesh, model.mesh.pipeline_parallel
     per_rank = mesh.world_size // pp
     ranks, sent = [], [traffic(model, rank, clips=clips) for rank in range(pp)]
@@ -431,9 +432,6 @@ def plan_of(
     saved = sum(w.numel * w.dtype.itemsize for w in model.weights.every)
     saved += sum(model.state_bytes(_whole(w)) for w in model.weights.every if w.is_trained)
     most = max(ranks, key=lambda each: each.needed)
-    if model.chose_peers and most.needed > machine.memory_bytes:
-        others = replace(model, gpus_per_node=0)
-        return plan_of(others, machine, costs, asynchronous=asynchronous, clips=clips, program=program)
     return Plan(
         model=model,
         machine=machine,
@@ -449,6 +447,17 @@ def plan_of(
         host=model.host(most.rank, copies=asynchronous).times(min(machine.gpus_per_node, mesh.world_size)),
         clips=clips,
     )
+
+
+def placed(model: RankModel, machine: MachineTable) -> tuple[RankModel, int]:
+    """Return a model as it runs on a machine, and the bytes that the rank with most needs. Local.
+
+    If "auto" took peer dispatch and the memory has no room for it, the model has all-to-all instead.
+    """
+    needed = max(GPU_OVERHEAD.needed(model.peak(rank)) for rank in range(model.mesh.pipeline_parallel))
+    if model.chose_peers and needed > machine.memory_bytes:
+        return placed(replace(model, gpus_per_node=0), machine)
+    return model, needed
 
 
 def _whole(weight: Any) -> Share:

@@ -12,7 +12,7 @@ from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.mesh import Axis
 from lightning_d9d.plan.changes import recomputed
 from lightning_d9d.plan.machine import MachineTable
-from lightning_d9d.plan.planning import Plan, check_mesh, plan_of
+from lightning_d9d.plan.planning import Plan, check_mesh, placed, plan_of
 from lightning_d9d.plan.seconds import program_of
 from lightning_d9d.schedule import DualPipeV, Interleaved1F1B, ModelCosts, OneForwardOneBackward, Schedule, ZeroBubbleV
 
@@ -61,23 +61,29 @@ def search(
     """
     program = functools.cache(program_of)
 
-    def planned(tried: Iterable[RankModel]) -> list[Plan]:
+    def sized(tried: Iterable[RankModel]) -> list[tuple[RankModel, int]]:
+        """Return models as they run, and the bytes that they need."""
         # A variant of a plan without room for the memory of peers may have room.
-        models = [replace(each, gpus_per_node=model.gpus_per_node) for each in tried]
+        return [placed(replace(each, gpus_per_node=model.gpus_per_node), machine) for each in tried]
+
+    def planned(models: Iterable[RankModel]) -> list[Plan]:
         return [
             plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips, program=program) for each in models
         ]
 
+    def fitting_of(tried: Iterable[tuple[RankModel, int]]) -> list[Plan]:
+        return planned(each for each, needed in tried if needed <= machine.memory_bytes)
+
     num_rows = _rows(model)
-    found = planned(meshes(model, machine.gpus_per_node, layers_of))
-    found += planned(_in_eight_bits(each.model for each in found if each.missing > 0))
+    found = sized(meshes(model, machine.gpus_per_node, layers_of))
+    found += sized(_in_eight_bits(each for each, needed in found if needed > machine.memory_bytes))
     if not found:
         raise ConfigError(
             f"no mesh of {model.mesh.world_size} ranks divides {num_rows} rows of a step; give other rows"
         )
-    fitting = [each for each in found if each.missing <= 0]
+    fitting = fitting_of(found)
     if not fitting:
-        nearest = min(found, key=lambda each: each.missing)
+        nearest = planned([min(found, key=lambda each: each[1])[0]])[0]
         raise ConfigError(
             f"nothing that was tried fits {machine.memory_gib:.1f} GiB; the nearest, {name_of(nearest)}, needs "
             f"{nearest.missing / 2**30:.1f} GiB more. Give more ranks, fewer rows, or optimizer states of eight bits"
@@ -86,10 +92,10 @@ def search(
     whole = [_with_rows(each.model, num_rows) for each in fitting[:_BEST]]
     fitting = [each for each in fitting if _rows(each.model) == num_rows]
     for model_of_mesh in whole:
-        fitting += [each for each in planned(schedules(model_of_mesh, layers_of)) if each.missing <= 0]
+        fitting += fitting_of(sized(schedules(model_of_mesh, layers_of)))
     fitting.sort(key=_step_seconds)
     for best in fitting[:_BEST]:
-        fitting += [each for each in planned(_kinds(best.model)) if each.missing <= 0]
+        fitting += fitting_of(sized(_kinds(best.model)))
     return sorted({name_of(each): each for each in fitting}.values(), key=_step_seconds)[:most]
 
 

@@ -34,7 +34,6 @@ from lightning_d9d.schedule.actions import (
     Forward,
     MessageAction,
     Overlapped,
-    ReceiveBackward,
     ReceiveForward,
     ReduceGradients,
     SendBackward,
@@ -203,6 +202,20 @@ def simulate(
     )
 
 
+_Message = tuple[bool, int, int]
+"""True for a message of the forward, the stage that receives it, and the microbatch."""
+
+
+def _message_of(action: MessageAction) -> _Message:
+    """Return the message of a send or a receive."""
+    match action:
+        case SendForward(stage, microbatch):
+            return True, stage + 1, microbatch
+        case SendBackward(stage, microbatch):
+            return False, stage - 1, microbatch
+    return isinstance(action, ReceiveForward), action.stage, action.microbatch
+
+
 class _Rank:
     """The progress of one rank."""
 
@@ -243,8 +256,8 @@ class _Run:
         # (stage, microbatch) -> time
         self.forward_end: dict[tuple[int, int], float] = {}
         self.gradient_end: dict[tuple[int, int], float] = {}
-        self.transfers: dict[MessageAction, tuple[float, float]] = {}
-        """Receive -> start and arrival."""
+        self.transfers: dict[_Message, tuple[float, float]] = {}
+        """Message -> start and arrival."""
         self.link_free: dict[tuple[int, int], float] = {}
 
     def run(self) -> None:
@@ -258,8 +271,7 @@ class _Run:
             raise ScheduleError(self.deadlock())
         for rank in self.ranks:
             for position, action in rank.messages:
-                receive = matching(action) if isinstance(action, SendForward | SendBackward) else action
-                rank.spans[position] = Span(rank.rank, action, *self.transfers[receive])
+                rank.spans[position] = Span(rank.rank, action, *self.transfers[_message_of(action)])
 
     def duration(self, action: Action) -> float:
         if self.costs.durations or isinstance(action, Overlapped):
@@ -291,7 +303,10 @@ class _Run:
             ready = self.ready_at(part)
             if ready is None:
                 return False
-            start = max(start, ready, rank.unsharded_at.get(part.stage, 0.0))
+            if ready > start:
+                start = ready
+            if rank.unsharded_at:
+                start = max(start, rank.unsharded_at.get(part.stage, 0.0))
         duration = self.duration(action)
         rank.time = end = start + duration
         rank.compute_time += duration
@@ -305,15 +320,15 @@ class _Run:
 
     def ready_at(self, action: ComputeAction) -> float | None:
         """Return when the input of `action` from another stage arrives; None if not known yet."""
-        stage, microbatch = action.stage, action.microbatch
-        if isinstance(action, Forward):
-            before, ends, receive = stage - 1, self.forward_end, ReceiveForward
-        else:
-            before, ends, receive = stage + 1, self.gradient_end, ReceiveBackward
-        if isinstance(action, BackwardWeight) or not 0 <= before < self.num_stages:
+        if isinstance(action, BackwardWeight):
             return 0.0  # its input is from an earlier action of this rank
+        stage, microbatch = action.stage, action.microbatch
+        is_forward = isinstance(action, Forward)
+        before, ends = (stage - 1, self.forward_end) if is_forward else (stage + 1, self.gradient_end)
+        if not 0 <= before < self.num_stages:
+            return 0.0
         if self.has_messages and self.placement[before] != self.placement[stage]:
-            transfer = self.transfers.get(receive(stage, microbatch))
+            transfer = self.transfers.get((is_forward, stage, microbatch))
             return None if transfer is None else transfer[1]
         return ends.get((before, microbatch))
 
@@ -330,10 +345,11 @@ class _Run:
         if self.rendezvous:
             rank.posted.append((rank.time, action))
         elif isinstance(action, SendForward | SendBackward):
-            link = rank.rank, self.placement[peer_stage(action)]
+            message = _message_of(action)
+            link = rank.rank, self.placement[message[1]]
             start = max(rank.time, self.link_free.get(link, 0.0))
             self.link_free[link] = end = start + self.duration(action)
-            self.transfers[matching(action)] = start, end + self.costs.latency
+            self.transfers[message] = start, end + self.costs.latency
 
     def deliver(self, rank: _Rank) -> bool:
         """Run this rank's posted messages while it is also the other end's turn. Return True if any ran."""
@@ -346,10 +362,10 @@ class _Run:
             peer_posted, peer_action = peer.posted.popleft()
             rank.posted.popleft()
             sends = isinstance(action, SendForward | SendBackward)
-            send, receive = (action, peer_action) if sends else (peer_action, action)
+            send = action if sends else peer_action
             start = max(posted, peer_posted, rank.messages_end, peer.messages_end)
             rank.messages_end = peer.messages_end = end = start + self.duration(send)
-            self.transfers[receive] = start, end + self.costs.latency
+            self.transfers[_message_of(send)] = start, end + self.costs.latency
             delivered = True
         return delivered
 

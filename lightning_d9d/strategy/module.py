@@ -35,7 +35,7 @@ from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import check_file, never_runs_code, unreadable
 from lightning_d9d.strategy.context import Evaluation, RunContext
 from lightning_d9d.strategy.metric_updates import no_metric_updated
-from lightning_d9d.strategy.optimizers import OptimizedModule, first_names
+from lightning_d9d.strategy.optimizers import OptimizedModule, first_names, named_parameters, ordered_names
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.saved_arguments import NEVER_IMPORTS
 from lightning_d9d.strategy.sharding import differing, is_sharded, spread_with, stage_places
@@ -90,6 +90,7 @@ class D9DModule(OptimizedModule):
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
         self._parameter_order: list[str] | None = None
+        self.is_whole = False  # True for what `whole_on_meta` returns
         self.names_of_stages: list[list[str]] = []
         """The names of the parameters of this rank's stages as `configure_stage` built them."""
         self.run_context: RunContext | None = None
@@ -227,8 +228,11 @@ class D9DModule(OptimizedModule):
 
     def whole_on_meta(self) -> Self:
         """Return a copy with the stages of the whole model, on the meta device and not spread over ranks. Local."""
+        if self.is_whole:
+            return self
         apart = self._whole_without_peft()
         self._adapt(apart.stages, apart.stages[0])
+        apart.is_whole = True
         return apart
 
     def _whole_without_peft(self) -> Self:
@@ -261,19 +265,15 @@ class D9DModule(OptimizedModule):
 
     def parameter_order(self) -> list[str]:
         """Return the names of all stages' parameters, in the order of one process that has all of them. Local."""
-        if self._parameter_order is None:
-            state = self.whole_on_meta().state_dict(keep_vars=True)
-            self._parameter_order = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
+        self._parameter_order = self._parameter_order or ordered_names(self.whole_on_meta())
         return self._parameter_order
 
     def named_for_optimizer(self) -> NamedParameters:
         """Return parameters by global names; embeddings are found in the whole model, because stages may share them."""
-        whole = self.whole_on_meta().stages[0]
-        tables = {f"{name}.weight": part for name, part in whole.named_modules() if isinstance(part, nn.Embedding)}
-        shapes = {table.weight.shape for table in tables.values()}
-        heads = [name for name, each in whole.named_parameters() if each.shape in shapes and name not in tables]
+        whole = self.whole_on_meta()
+        self._parameter_order = ordered_names(whole)
         own = {name: parameter for parameter, name in first_names(self.state_dict(keep_vars=True)).items()}
-        return NamedParameters(own, self.parameter_order(), list(tables), heads)
+        return named_parameters(own, whole.stages[0], self._parameter_order)
 
     @property
     def _spread_now(self) -> tuple[MeshConfig, ParallelConfig]:

@@ -162,6 +162,25 @@ def first_names(state: Mapping[str, Any]) -> dict[nn.Parameter, str]:
     return names
 
 
+def ordered_names(module: nn.Module) -> list[str]:
+    """Return all names of parameters in the order of a state dict. Local."""
+    return [name for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)]
+
+
+def named_parameters(own: Mapping[str, nn.Parameter], whole: nn.Module, order: Sequence[str]) -> NamedParameters:
+    """Return parameters by name, with the names of embeddings and heads of the whole model.
+
+    Args:
+        own: This rank's parameters.
+        whole: The whole model, on the meta device.
+        order: The names of the parameters of all stages.
+    """
+    tables = {f"{name}.weight": part for name, part in whole.named_modules() if isinstance(part, nn.Embedding)}
+    shapes = {table.weight.shape for table in tables.values()}
+    heads = [name for name, each in whole.named_parameters() if each.shape in shapes and name not in tables]
+    return NamedParameters(own, order, list(tables), heads)
+
+
 def _metric_of(scheduler: ReduceLROnPlateau) -> str:
     metric = getattr(scheduler, "monitor", None)
     if metric is None:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_d9d import StateError
-from lightning_d9d.checkpoint import BackgroundSaver, directory, open_directory, remove_directory
+from lightning_d9d.checkpoint import BackgroundSaver, open_directory, remove_directory
+from lightning_d9d.checkpoint import tensors as tensor_files
 from lightning_d9d.checkpoint.background import HostCopies, placed
 from tests.harness.ranks import RankContext
 
@@ -34,17 +35,17 @@ def saver_of(rank: RankContext | None = None) -> Iterator[BackgroundSaver]:
 @contextmanager
 def held() -> Iterator[threading.Event]:
     """Nothing is written until the event is set."""
-    real, go_on = directory.write_tensors, threading.Event()
+    real, go_on = tensor_files.write_tensors, threading.Event()
 
     def write_later(*arguments: Any) -> Any:
         assert go_on.wait(60)
         return real(*arguments)
 
-    directory.write_tensors = write_later
+    tensor_files.write_tensors = write_later
     try:
         yield go_on
     finally:
-        directory.write_tensors = real
+        tensor_files.write_tensors = real
         go_on.set()
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lightning_d9d import StateError
 from lightning_d9d.checkpoint import directory, open_directory, save_directory
+from lightning_d9d.checkpoint import tensors as tensor_files
 from tests.harness.ranks import RankContext
 
 
@@ -89,14 +90,14 @@ def test_what_cannot_be_loaded_is_not_saved(rank: RankContext, bad: str) -> None
 @pytest.mark.ranks(2)
 def test_ranks_that_do_not_see_each_others_files(rank: RankContext) -> None:
     path, elsewhere = rank.tmp_dir / "checkpoint", rank.tmp_dir / "other node"
-    real = directory.write_tensors
+    real = tensor_files.write_tensors
     if rank.rank == 1:
-        directory.write_tensors = lambda data, *rest: real(elsewhere / data.name, *rest)
+        tensor_files.write_tensors = lambda data, *rest: real(elsewhere / data.name, *rest)
     try:
         with pytest.raises(StateError, match=r"rank 0: .*__1_0.distcp' is missing: .*file system that all ranks see"):
             save(path, 1)
     finally:
-        directory.write_tensors = real
+        tensor_files.write_tensors = real
     rank.barrier()
     assert os.listdir(rank.tmp_dir) == ["other node"]
 

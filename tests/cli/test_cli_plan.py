@@ -53,6 +53,23 @@ def test_the_best_plan_is_that_of_the_file_with_its_settings(
 
 
 @pytest.mark.jobs
+def test_a_plan_imports_no_packages_that_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports take most of a plan's time. Lightning's own are not ours to leave out."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG.format(rows="batch_size: 4", strategy="microbatch_size: 1", accumulated=1))
+    script = "import sys; from lightning_d9d.cli import main; main(); print('imported', *sys.modules)"
+    command = [sys.executable, "-c", script, "plan", "--config", "run.yaml", "--world_size", "8"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    _, *imported = shown.splitlines()[-1].split()
+    assert "lightning_d9d.plan.planning" in imported
+    unused = {
+        *("torch.distributed.checkpoint", "torch.distributed.elastic", "torch.distributed.pipelining"),
+        *("torch._inductor.compile_fx", "torch._inductor.codecache", "torchdata", "datasets", "pyarrow", "plotly"),
+    }
+    assert not unused.intersection(imported)
+
+
+@pytest.mark.jobs
 def test_a_plan_ends_its_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other commands end as Python does, which calls what is registered, and frees all objects."""
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, StateError
-from lightning_d9d.checkpoint import directory, is_directory, open_directory
+from lightning_d9d.checkpoint import is_directory, open_directory
+from lightning_d9d.checkpoint import tensors as tensor_files
 from lightning_d9d.checkpoint.background import THREAD_NAME, BackgroundSaver
 from lightning_d9d.strategy import saving as saves
 from tests.harness.compare import assert_bitwise_equal
@@ -155,13 +156,13 @@ class Holding(L.Callback):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None] = lambda: None) -> None:
         self.go_on, self.act = threading.Event(), act
-        real = directory.write_tensors
+        real = tensor_files.write_tensors
 
         def write_later(*arguments: Any) -> Any:
             assert self.go_on.wait(60)
             return real(*arguments)
 
-        monkeypatch.setattr(directory, "write_tensors", write_later)
+        monkeypatch.setattr(tensor_files, "write_tensors", write_later)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
@@ -187,7 +188,7 @@ def test_a_failure_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*arguments: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(directory, "write_tensors", fail)
+    monkeypatch.setattr(tensor_files, "write_tensors", fail)
     with pytest.raises(StateError, match=r"step=8.ckpt' cannot be saved: .*No space left on device; free space"):
         fit(tmp_path, [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8)])
     with pytest.raises(StateError, match=r"step=6.ckpt' cannot be saved: .*step=3.ckpt' cannot be saved: "):
