@@ -584,14 +584,14 @@ class RankWatch:
                 f"(TimeoutConfig.shutdown_seconds sets the limit). Its main thread was at:\n{stack_text(frames)}"
                 + (f"A moment before it was at:\n{stack_text(before)}" if is_new else "")
             )
-            if self._asks_at < float("inf"):  # the main thread does not come to say it
+            if words := self.last_words():
+                self._say(words)
+            end_processes([process for _, process in self._children], KILL_SECONDS)
+            if self._asks_at < float("inf"):  # the main thread does not come to say it; the store may not answer
                 self._asks_at = 0.0
                 with suppress(RuntimeError):
                     self._count_who_heard()
                 self._say(silence_text(self._silent_ranks))
-            if words := self.last_words():
-                self._say(words)
-            end_processes([process for _, process in self._children], KILL_SECONDS)
         finally:
             os._exit(code)
 
