@@ -35,6 +35,7 @@ from torch.optim import AdamW
 from lightning_d9d import ParallelConfig
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
+from lightning_d9d.ops.packages import optional_module
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.peft import LoRA, inject
 from tests.benchmarks.first_import import importing_first
@@ -170,7 +171,9 @@ def case(
         f"transformers and peft, {of_peer}, {each}": partial(Theirs, work, of_peer, each) for each in implementations
     }
     if find_spec("unsloth"):  # an import would replace parts of transformers for all
-        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer)
+        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer, None)
+        if optional_module("flash_attn.cute.interface"):
+            theirs[f"unsloth, {of_peer}, flash-attn 4"] = partial(Unsloth, work, of_peer, "flash_attention_4")
     limits = {} if limit is None else {[*ours][-1]: limit}
     return _case(name, work, ours | theirs, limits, rank_of_attention=RANK, **more)
 
@@ -364,9 +367,14 @@ class Theirs(_TransformersLoop):
 
 
 class Unsloth(TransformersLoop):
-    """Unsloth's model of the same weights. They take the place of those that it reads from a directory."""
+    """Unsloth's model of the same weights. They take the place of those that it reads from a directory.
 
-    def __init__(self, work: Work, adapters: Adapters, device: torch.device, *, recompute: str = "full") -> None:
+    With None as attention it chooses.
+    """
+
+    def __init__(
+        self, work: Work, adapters: Adapters, attention: str | None, device: torch.device, *, recompute: str = "full"
+    ) -> None:
         from unsloth import FastLanguageModel  # `importing_first` has imported it before transformers
 
         checkpointing = OF_UNSLOTH[recompute]
@@ -379,6 +387,7 @@ class Unsloth(TransformersLoop):
                 load_in_4bit=False,
                 load_in_16bit=True,
                 use_gradient_checkpointing=checkpointing,
+                attn_implementation=attention,
             )
         network = FastLanguageModel.get_peft_model(
             network, **adapters.of_peft(), use_gradient_checkpointing=checkpointing
