@@ -35,11 +35,13 @@ from torch.optim import AdamW
 from lightning_d9d import ParallelConfig
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
+from lightning_d9d.ops.packages import optional_module
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.peft import LoRA, inject
 from tests.benchmarks.first_import import importing_first
 from tests.benchmarks.frame import LOSS_TOLERANCE, Case, Contender, rank_main, summarize
 from tests.benchmarks.train_step import (
+    Loop,
     OwnLoop,
     TransformersLoop,
     Work,
@@ -82,6 +84,25 @@ class Adapters:
     def __str__(self) -> str:
         return f"attention and experts at rank {self.rank_of_experts}" if self.rank_of_experts else "attention"
 
+    def num_parameters(self, config: Qwen3MoeConfig, *, of_gate_up: int) -> int:
+        """Return the number of trained parameters, where gate and up of experts have one adapter, or two."""
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        heads = config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+        attention = RANK * (4 * hidden + 2 * heads)
+        experts = config.num_experts * self.rank_of_experts * (of_gate_up * hidden + 2 * inner + inner + hidden)
+        return config.num_hidden_layers * (attention + experts)
+
+    def of_peft(self) -> dict[str, Any]:
+        """Return the same adapters as arguments of peft's `LoraConfig`."""
+        experts = EXPERTS if self.rank_of_experts else ()
+        return dict(
+            r=RANK,
+            lora_alpha=2 * RANK,
+            target_modules=list(ATTENTION),
+            target_parameters=[*experts] or None,
+            rank_pattern=dict.fromkeys(experts, self.rank_of_experts),
+        )
+
 
 def cases(
     device_type: str,
@@ -109,7 +130,7 @@ def cases(
     if quick or device_type == "cpu":
         work = Work(config=Qwen3MoeConfig.preset("tiny"), dtype=torch.float32, num_rows=2, sequence_length=32)
         rounds: dict[str, Any] = dict(warmup_steps=2, block_steps=1, repeats=2 if quick else 12)
-        return [case("small model", work, Adapters(), [Adapters(2)], experts, None, **same, **rounds)]
+        return [case("small model", work, Adapters(2), [Adapters(2)], experts, None, **same, **rounds)]
     config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers)
     work = Work(config=config, dtype=torch.bfloat16, num_rows=4, sequence_length=4096)
     rounds = dict(warmup_steps=3, block_steps=1 if layers >= WHOLE else 2, repeats=8)
@@ -117,6 +138,7 @@ def cases(
     return [
         case("peft on attention", work, Adapters(), of_ours, experts, limit, **same, **rounds),
         case("peft on experts, too", work, Adapters(2), of_ours[-1:], experts, limit, **same, **rounds),
+        case("peft on experts at rank 16", work, Adapters(RANK), [Adapters(RANK)], experts, limit, **same, **rounds),
         of_all("all parameters", work, EIGHT_BITS, experts[:1], 1 / LEAST_OF_WHOLE, **same, **rounds),
     ]
 
@@ -149,7 +171,9 @@ def case(
         f"transformers and peft, {of_peer}, {each}": partial(Theirs, work, of_peer, each) for each in implementations
     }
     if find_spec("unsloth"):  # an import would replace parts of transformers for all
-        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer)
+        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer, None)
+        if optional_module("flash_attn.cute.interface"):
+            theirs[f"unsloth, {of_peer}, flash-attn 4"] = partial(Unsloth, work, of_peer, "flash_attention_4")
     limits = {} if limit is None else {[*ours][-1]: limit}
     return _case(name, work, ours | theirs, limits, rank_of_attention=RANK, **more)
 
@@ -182,10 +206,18 @@ def _case(
         contenders=tried,
         peer=next(iter(tried), ""),
         limits=limits,
-        afterwards=partial(more_of_ours, work),
+        afterwards=partial(_more, work),
         conditions={**work.conditions(), **rank, "seconds": seconds, **({"folder": str(folder)} if folder else {})},
         **rounds,
     )
+
+
+def _more(work: Work, contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:
+    more = more_of_ours(work, contenders, device)
+    for name, each in contenders.items():
+        if isinstance(each, Loop):
+            more[name]["trained_parameters"] = sum(parameter.numel() for parameter in _trained(each.network))
+    return more
 
 
 def run_case(case: Case, device_type: str) -> dict[str, Any]:
@@ -288,7 +320,8 @@ def _row(name: str, values: dict[str, Any], num_tokens: int) -> str:
     memory = "" if peak is None else f", {peak / 2**30:.2f} GiB"
     loss = f"loss {values['warmup_loss']:.4f}"
     speed = f"{num_tokens / median:.0f} tokens/s, {1e3 * median:.1f} ms"
-    return f"{name}: {speed}{memory}, first steps in {first:.1f} s, {loss}"
+    trained = f"{values['trained_parameters'] / 1e6:.2f} M trained"
+    return f"{name}: {speed}{memory}, {trained}, first steps in {first:.1f} s, {loss}"
 
 
 class _OwnLoop(OwnLoop):
@@ -313,7 +346,8 @@ class Ours(_OwnLoop):
         targets = [*ATTENTION, *(["experts"] if adapters.rank_of_experts else [])]
         inject(network, LoRA(RANK, targets=targets, rank_of_experts=adapters.rank_of_experts or None))
         parallelize_qwen3_moe(network, None, ParallelConfig(recompute=recompute))
-        super().__init__(work, network, StochasticAdamW(_trained(network), lr=0.0, state_dtype=work.dtype), device)
+        trained = _trained(network, adapters.num_parameters(work.config, of_gate_up=2))
+        super().__init__(work, network, StochasticAdamW(trained, lr=0.0, state_dtype=work.dtype), device)
 
 
 class Theirs(_TransformersLoop):
@@ -327,21 +361,20 @@ class Theirs(_TransformersLoop):
         network: Any = transformers_of(work, device, experts=implementation)
         if recompute != "none":
             network.gradient_checkpointing_enable({"use_reentrant": False})
-        config = LoraConfig(
-            r=RANK,
-            lora_alpha=2 * RANK,
-            target_modules=list(ATTENTION),
-            target_parameters=list(EXPERTS) if adapters.rank_of_experts else None,
-            rank_pattern=dict.fromkeys(EXPERTS, adapters.rank_of_experts) if adapters.rank_of_experts else {},
-        )
-        network = get_peft_model(network, config, autocast_adapter_dtype=False)
-        super().__init__(work, network, AdamW(_trained(network), lr=0.0, fused=device.type == "cuda"), device)
+        network = get_peft_model(network, LoraConfig(**adapters.of_peft()), autocast_adapter_dtype=False)
+        trained = _trained(network, adapters.num_parameters(work.config, of_gate_up=1))
+        super().__init__(work, network, AdamW(trained, lr=0.0, fused=device.type == "cuda"), device)
 
 
 class Unsloth(TransformersLoop):
-    """Unsloth's model of the same weights. They take the place of those that it reads from a directory."""
+    """Unsloth's model of the same weights. They take the place of those that it reads from a directory.
 
-    def __init__(self, work: Work, adapters: Adapters, device: torch.device, *, recompute: str = "full") -> None:
+    With None as attention it chooses.
+    """
+
+    def __init__(
+        self, work: Work, adapters: Adapters, attention: str | None, device: torch.device, *, recompute: str = "full"
+    ) -> None:
         from unsloth import FastLanguageModel  # `importing_first` has imported it before transformers
 
         checkpointing = OF_UNSLOTH[recompute]
@@ -354,18 +387,14 @@ class Unsloth(TransformersLoop):
                 load_in_4bit=False,
                 load_in_16bit=True,
                 use_gradient_checkpointing=checkpointing,
+                attn_implementation=attention,
             )
-        targets = [*ATTENTION, *(["gate_up_proj", "down_proj"] if adapters.rank_of_experts else [])]
         network = FastLanguageModel.get_peft_model(
-            network,
-            r=RANK,
-            lora_alpha=2 * RANK,
-            lora_dropout=0,
-            target_modules=targets,
-            use_gradient_checkpointing=checkpointing,
+            network, **adapters.of_peft(), use_gradient_checkpointing=checkpointing
         )
         network = FastLanguageModel.for_training(network)
-        super().__init__(work, network, AdamW(_trained(network), lr=0.0, fused=device.type == "cuda"), device)
+        trained = _trained(network, adapters.num_parameters(work.config, of_gate_up=1))
+        super().__init__(work, network, AdamW(trained, lr=0.0, fused=device.type == "cuda"), device)
 
     @staticmethod
     def knows(recompute: str) -> bool:
@@ -428,5 +457,14 @@ class TheirsWhole(_TransformersLoop):
         super().__init__(work, network, adamw(network.parameters(), lr=0.0), device)
 
 
-def _trained(network: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in network.parameters() if parameter.requires_grad]
+def _trained(network: nn.Module, expected: int | None = None) -> list[nn.Parameter]:
+    """Return trained parameters.
+
+    Raises:
+        RuntimeError: They have another number of elements than expected, so contenders would not do the same work.
+    """
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    found = sum(parameter.numel() for parameter in trained)
+    if expected not in (None, found):
+        raise RuntimeError(f"{type(network).__name__} trains {found} parameters, not {expected}")
+    return trained

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 
-from tests.benchmarks.fine_tune import IMPLEMENTATIONS, Adapters, OursWhole, cases, run_case, table
+from tests.benchmarks.fine_tune import IMPLEMENTATIONS, Adapters, Ours, OursWhole, Theirs, cases, run_case, table
 from tests.benchmarks.train_step import QUICK
 from tests.harness import warm
 
 OURS = f"ours, {Adapters(2)}, recompute full"
-PEERS = [f"transformers and peft, {Adapters()}, {each}, recompute full" for each in IMPLEMENTATIONS]
+PEERS = [f"transformers and peft, {Adapters(2)}, {each}, recompute full" for each in IMPLEMENTATIONS]
 
 
 class Ends:
@@ -44,6 +46,10 @@ def test_contenders_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeyp
     assert f"| {result['peer']} | 1 (peer)" in table({"benchmark": "fine_tune", **result}, "cpu")
     assert result["failed"] == {PEERS[1]: "failed with exit code 3"}
     assert all(f"  {name}: " in printed for name in (OURS, *PEERS))
+    trained = {name: values["trained_parameters"] for name, values in result["contenders"].items()}
+    config = QUICK.config
+    second_of_gate_and_up = config.num_hidden_layers * config.num_experts * 2 * config.hidden_size
+    assert trained[PEERS[0]] == trained[PEERS[2]] == trained[OURS] - second_of_gate_and_up
 
 
 def test_the_best_kind_of_recomputation_is_compared(
@@ -71,7 +77,7 @@ def test_the_best_kind_of_recomputation_is_compared(
 
 def test_contenders_are_selected_and_ordered_by_the_begins_of_their_names() -> None:
     chosen = ["transformers", f"ours, {Adapters(2)}"]
-    (compared, *_) = cases("cuda", quick=False, layers=48, experts=["grouped_mm"], contenders=chosen)
+    (_, compared, *_) = cases("cuda", quick=False, layers=48, experts=["grouped_mm"], contenders=chosen)
     assert [*compared.contenders] == [PEERS[0], OURS]
     assert compared.block_steps == 1
 
@@ -84,8 +90,18 @@ def test_a_contender_has_its_time() -> None:
 
 def test_ours_with_experts_is_judged_by_every_peer() -> None:
     of_gpu = cases("cuda", quick=False, layers=4, experts=["eager"])
-    assert [[*case.limits] for case in of_gpu] == [[f"ours, {Adapters(2)}"]] * 2 + [["ours, states in eight bits"]]
+    of_experts = [f"ours, {Adapters(rank)}" for rank in (2, 2, 16)]
+    assert [[*case.limits] for case in of_gpu] == [*([each] for each in of_experts), ["ours, states in eight bits"]]
     assert {case.conditions["layers"] for case in of_gpu} == {4}
+
+
+@pytest.mark.parametrize("contender", [Ours, partial(Theirs, implementation="eager")], ids=["ours", "theirs"])
+def test_adapters_of_another_size_are_refused(
+    contender: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adapters, "num_parameters", lambda *_, **__: 9)
+    with pytest.raises(RuntimeError, match=r"trains \d+ parameters, not 9"):
+        contender(QUICK, Adapters(2), device=torch.device("cpu"))
 
 
 def test_all_parameters_with_states_in_eight_bits() -> None:

@@ -314,7 +314,8 @@ def table(result: Mapping[str, Any], device_type: str) -> str:
     conditions = result["conditions"]
     head = ["", "tokens/s of the peer's", "interval", "", "ms", "tokens/s", "TFLOP/s", "peak GiB", "s of first steps"]
     on_cuda = device_type == "cuda"
-    rows = [head if on_cuda else head[:4]]
+    counted = any("trained_parameters" in values for values in result["contenders"].values())
+    rows = [[*(head if on_cuda else head[:4]), *(["trained"] if counted else [])]]
     rows.append(["---"] * len(rows[0]))
     for name, values in result["contenders"].items():
         ratio = values.get("ratio")
@@ -327,6 +328,7 @@ def table(result: Mapping[str, Any], device_type: str) -> str:
             row += [f"{1e3 * seconds:.1f}", f"{conditions['tokens'] / seconds:.0f}"]
             row += [f"{conditions['operations'] / seconds / 1e12:.0f}", f"{values['peak_memory_bytes'] / 2**30:.2f}"]
             row += [f"{values['seconds_of_first']:.1f}" if "seconds_of_first" in values else ""]
+        row += [f"{values['trained_parameters']:,}"] if counted else []
         rows.append(row)
     text = ", ".join(f"{key} {value}" for key, value in conditions.items())
     lines = [f"\n{result['benchmark']}, {result['case']}, {result['repeats']} rounds", f"  {text}", ""]
