@@ -14,8 +14,8 @@ import yaml
 from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.paths import missing
 
-CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
-"""Words that Lightning accepts as `ckpt_path`, besides paths and the names of its registry."""
+CHECKPOINT_WORDS = ("last", "hpc", "auto")
+"""Words that are accepted as `ckpt_path`, besides paths and the names of Lightning's registry."""
 
 _STRATEGY: str = "trainer.strategy"
 
@@ -90,6 +90,11 @@ def check_checkpoint(path: str, subject: str) -> None:
     """
     if path in CHECKPOINT_WORDS or path.startswith("registry") or "://" in path or "${" in path:
         return
+    if path == "best" and not Path(path).exists():
+        raise MistakeError(
+            f"{subject} best: only the process that trained knows which checkpoint was best\ngive its path; "
+            "ModelCheckpoint's filename can have the monitored value"
+        )
     if not Path(path).exists():
         raise MistakeError(
             f"{subject}: {missing(path)}\ngive the path of a checkpoint, or one of {', '.join(CHECKPOINT_WORDS)}"

@@ -270,6 +270,9 @@ class D9DCLI(LightningCLI):
         for each in (self.model, self.datamodule, *callbacks):
             if isinstance(each, NamesPaths):
                 each.check_paths(resumes=arguments.get("ckpt_path") is not None)
+        begins_anew = arguments.get("ckpt_path") is None and getattr(self.model, "pretrained", None) is None
+        if subcommand in ("validate", "test", "predict") and begins_anew:
+            rank_zero_warn(f"{subcommand} uses the model's initial weights; give --ckpt_path for those of a checkpoint")
         return arguments
 
     def instantiate_classes(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, did_you_mean
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ASSISTANT = "assistant"
@@ -276,7 +276,11 @@ def _roles(messages: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def _messages_of(chat: Any, place: object) -> list[dict[str, Any]]:
-    """Return the messages without entries that are None, which tables have in columns that other rows use."""
+    """Return the messages without entries that are None, which tables have in columns that other rows use.
+
+    Raises:
+        ConfigError: The chat has another form, or a message says nothing.
+    """
     if not isinstance(chat, Mapping) or "messages" not in chat:
         found = sorted(chat) if isinstance(chat, Mapping) else type(chat).__name__
         raise ConfigError(f"{place} has no 'messages', but {found}; a chat is {_FORM}")
@@ -288,6 +292,13 @@ def _messages_of(chat: Any, place: object) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ConfigError(f"{place} has message {number}, {message!r:.80}, without a role; a chat is {_FORM}")
         kept = {name: value for name, value in message.items() if value is not None}
+        says_more = len(kept) > 1 if "content" in message else bool(kept.get("tool_calls"))
+        if "content" not in kept and not says_more:
+            nearest = did_you_mean("content", message.keys() - {"content"})
+            raise ConfigError(
+                f"{place} has message {number}, {message!r:.80}, without content{nearest}; a chat is {_FORM}. Content "
+                "may be null beside tool_calls, say"
+            )
         cleaned.append({"content": "", **kept})
     return cleaned
 

@@ -71,7 +71,11 @@ BEFORE_TORCH = {
     ),
     (*FIT, "--ckpt_path", "las.ckpt"): (
         "--ckpt_path: las.ckpt does not exist; did you mean 'last.ckpt'?\n"
-        "give the path of a checkpoint, or one of last, best, hpc, auto\n"
+        "give the path of a checkpoint, or one of last, hpc, auto\n"
+    ),
+    (*FIT, "--ckpt_path", "best"): (
+        "--ckpt_path best: only the process that trained knows which checkpoint was best\n"
+        "give its path; ModelCheckpoint's filename can have the monitored value\n"
     ),
 }
 TAKES = "it takes --help, --base, --tokenizer, --dtype, --device, "

@@ -177,6 +177,12 @@ def test_roles_that_the_template_lacks() -> None:
         ({"messages": "a"}, "line 3 has messages='a'"),
         ({"messages": []}, r"line 3 has messages=\[\]"),
         ({"messages": [{"from": "user", "value": "a"}]}, "line 3 has message 0, .* without a role"),
+        ({"messages": [{"role": "user", "content": None}]}, "line 3 has message 0, .* without content; a chat is"),
+        ({"messages": [{"role": "user", "contents": "a"}]}, "line 3 has message 0, .* without content.*'contents'"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": None}]},
+            "line 3 has message 0, .* without",
+        ),
         ({**TWO_TURNS, "tools": "{"}, "line 3 has tools that are not JSON"),
     ],
 )

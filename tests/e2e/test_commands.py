@@ -165,6 +165,7 @@ def test_predict_writes_files_unless_it_is_left_out(
     variables = {"QUICKSTART_OUTPUT": str(tmp_path)}
     result = run_command(*predict, "2", folder=tmp_path, variables=variables, forks=True)
     assert result.returncode == 0, result.stderr
+    assert result.stderr.count("predict uses the model's initial weights; give --ckpt_path") == 1
     folder = tmp_path / "yaml" / "predictions"
     assert f"wrote 8 rows of predictions to {folder}" in result.stderr
     rows = torch.cat([tensor for _, tensor in read_tensors(folder)])
