@@ -130,7 +130,9 @@ def report_parser() -> argparse.ArgumentParser:
 def plan_parser() -> argparse.ArgumentParser:
     """Make the parser of `plan`'s own options; all others are those of `fit`."""
     parser = _Parser("plan", "Tells what the run of a configuration holds, sends and takes; options of fit follow.")
-    parser.add_argument("--world_size", type=int, required=True, help="ranks of the run")
+    parser.add_argument(
+        "--world_size", type=int, help="ranks of the run; by default devices x num_nodes of the Trainer"
+    )
     parser.add_argument("--gpu", default="h100", help="h100, h200, a100, b200, or a .json file with rates (h100)")
     parser.add_argument("--gpus_per_node", type=int, help="by default as many as the GPU's usual nodes have")
     parser.add_argument("--rows", type=int, help="of a batch of one data rank; by default as the data say")

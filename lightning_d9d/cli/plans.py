@@ -40,12 +40,15 @@ class _Planning(D9DCLI):
             raise ConfigError(f"plan needs a D9DStrategy, but trainer.strategy is {strategy!r}")
         if not isinstance(self.model, D9DModule):
             raise ConfigError(f"plan needs a D9DModule, whose layers have costs, but got {type(self.model).__name__}")
+        world_size = given.world_size
+        if world_size is None:
+            world_size = _ranks_of(trainer["devices"], trainer["num_nodes"])
         machine = machine_of(given.gpu, gpus_per_node=given.gpus_per_node)
         mesh, schedule = strategy.mesh_config, strategy.schedule
         if given.search:
             free = {"pipeline_parallel": 1, "data_parallel_shard": 1, "data_parallel_replicate": -1}
             mesh, schedule = replace(mesh, **free, expert_parallel=1), OneForwardOneBackward()
-        degrees = mesh.resolve(given.world_size)
+        degrees = mesh.resolve(world_size)
         tokens = given.tokens or _of_data(self.datamodule, "sequence_length", "--tokens, the tokens of a row")
         data_ranks = degrees.data_parallel_replicate * degrees.data_parallel_shard
         accumulated = trainer["accumulate_grad_batches"] or 1
@@ -54,7 +57,7 @@ class _Planning(D9DCLI):
         model = rank_model(
             self.model,
             strategy,
-            given.world_size,
+            world_size,
             rows=given.rows or _rows_of_data(self.datamodule, data_ranks, accumulated),
             tokens=tokens,
             precision=precision,
@@ -83,6 +86,13 @@ class _Planning(D9DCLI):
             best = plan_with_changes(model, machine, costs, asynchronous=asynchronous, clips=clips)
             sys.stdout.write(f"{best}\n")
         _write(best, given, self.datamodule, accumulated)
+
+
+def _ranks_of(devices: Any, num_nodes: int) -> int:
+    number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
+    if number < 1:
+        raise ConfigError(f"trainer.devices={devices!r} does not say how many ranks run; pass --world_size")
+    return number * num_nodes
 
 
 def _of_data(data: Any, name: str, option: str) -> int:

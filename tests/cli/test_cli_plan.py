@@ -52,6 +52,30 @@ def test_the_best_plan_is_that_of_the_file_with_its_settings(
     assert yaml.safe_load(Path("again.yaml").read_text())["data"] == written["data"]
 
 
+@pytest.mark.parametrize(
+    ("devices", "num_ranks"),
+    [("4", 8), ("[0, 1]", 4), ("auto", "'auto' does not say how many ranks run; pass --world_size")],
+)
+def test_the_ranks_are_those_of_the_trainer(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    devices: str,
+    num_ranks: int | str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG.format(rows="batch_size: 4", strategy="microbatch_size: 1", accumulated=1))
+    trainer = ("--trainer.devices", devices, "--trainer.num_nodes", "2")
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "plan", "--config", "run.yaml", *trainer, "--json", "plan.json"])
+    if isinstance(num_ranks, int):
+        main()
+        assert json.loads(Path("plan.json").read_text())["world_size"] == num_ranks
+    else:
+        with pytest.raises(SystemExit):
+            main()
+        assert num_ranks in capsys.readouterr().err
+
+
 @pytest.mark.jobs
 def test_a_plan_imports_no_packages_that_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports take most of a plan's time. Lightning's own are not ours to leave out."""
