@@ -360,6 +360,8 @@ class RankWatch:
                 raise late
             if self.failure is not None:  # for the others to read it
                 self._changed.wait_for(lambda: self._closed or (self._counted and self.rank != 0), self._patience)
+                if self.rank == 0 != self.failure.rank:  # who failed may ask the store which ranks have heard
+                    self._changed.wait_for(lambda: self._silent_ranks == [], self._patience)
         if self._closed:
             self._thread.join()
         if self.failure is not None and not self._reported:
@@ -464,11 +466,9 @@ class RankWatch:
             self._store.set(f"heard/{self.rank}", "")
             count(self._store, "num_heard", 1)
             self._has_heard = True
-        if self._silent_ranks is None and self.failure is not None and self.failure.rank == self.rank:
-            silent = None
-            if count(self._store, "num_heard") == self._world_size:
-                silent = []
-            elif time.monotonic() >= self._asks_at:
+        if self._silent_ranks is None and self.failure is not None and self.rank in (0, self.failure.rank):
+            silent: list[int] | None = [] if count(self._store, "num_heard") == self._world_size else None
+            if silent is None and time.monotonic() >= self._asks_at:
                 silent = [rank for rank in range(self._world_size) if not self._store.check([f"heard/{rank}"])]
             with self._changed:
                 self._silent_ranks = silent

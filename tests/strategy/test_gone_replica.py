@@ -27,9 +27,7 @@ def test_a_gone_replica_ends_all_others(cell: Job, tmp_path: Path) -> None:
     assert ended.seconds < cell.limit_seconds
     assert all("RuntimeError" in output for output in ended.outputs[:3])
     assert "replica 2 mixed with replica 3 (rank 3) in round 5" in ended.outputs[2]
-    # Rank 0 has the store, and waits for questions as long as rank 2 waits for answers before it asks. It may be gone.
-    said = r"no answer from rank 3: a process ended|it is not known which ranks still answer"
-    assert any(re.search(said, output) for output in ended.outputs[:3])
+    assert any("no answer from rank 3: a process ended" in output for output in ended.outputs[:3])
     assert {path.name for path in (tmp_path / "saved").glob("*.ckpt")} == {"step=2.ckpt", "step=4.ckpt"}
 
 
