@@ -553,6 +553,20 @@ MUTATIONS = [
         "1.0",
         "tests/schedule/test_tune.py -k slower",
     ),
+    Mutation(
+        "actions of a pair share random numbers",
+        "lightning_d9d/pipeline/turns.py",
+        "            self._take_random_state(self._states[own])\n",
+        "",
+        "tests/pipeline/test_turns.py -k random_numbers",
+    ),
+    Mutation(
+        "an action goes on after the other has failed",
+        "lightning_d9d/pipeline/turns.py",
+        "            raise _Stopped\n",
+        "            return\n",
+        "tests/pipeline/test_turns.py -k failure",
+    ),
 ]
 
 

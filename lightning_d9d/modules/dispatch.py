@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors, nearest
 from lightning_d9d.ops import Permutation, all_to_all_copies, all_to_all_rows, moe_unpermute
+from lightning_d9d.ops.messages import give_way, launched, sending, sending_after
 from lightning_d9d.ops.moe_permute import sort_by_expert
 from lightning_d9d.ops.peer_exchange import PeerPlan
 
@@ -145,21 +146,25 @@ class AllToAllDispatch:
         once = without_repetitions(ranks, self.num_ranks)
         to_ranks = sort_by_expert(once, self.num_ranks + 1)
         copies = (ranks.view(-1, 1) == torch.arange(self.num_ranks, device=ranks.device)).sum(0)
-        traffic = self._gather(torch.stack([to_ranks.counts[:-1], copies]))
-        on_host = traffic.to("cpu", non_blocking=True)
-        is_on_host = torch.cuda.current_stream().record_event() if traffic.is_cuda else None
+        counts = torch.stack([to_ranks.counts[:-1], copies])
+        with sending():
+            on_host = self._gather(counts).to("cpu", non_blocking=True)
+            is_on_host = torch.cuda.current_stream().record_event() if counts.is_cuda else None
         # While the host waits, as many rows as a token can have at most are made. Experts are exact in float32.
         wide = torch.promote_types(weights.dtype, torch.float32)
         notes = torch.cat([weights.to(wide), indices.to(wide)], dim=1)
         to_ranks = to_ranks._replace(num_rows=len(x) * min(self.num_ranks, indices.shape[1]))
         made = _made(to_ranks, x, notes) if to_ranks.num_rows <= MAX_ROWS else None
+        point = None if made is None else launched()
+        give_way()
         if is_on_host is not None:
             is_on_host.synchronize()
         sent, received, num_rows = self._splits(on_host.tolist())
 
         of_x, of_notes = made or _made(to_ranks, x, notes)
-        x = all_to_all_copies(x, of_x, to_ranks, received, sent, self.group_name)
-        notes = all_to_all_copies(notes, of_notes, to_ranks, received, sent, self.group_name)
+        with sending_after(point):
+            x = all_to_all_copies(x, of_x, to_ranks, received, sent, self.group_name)
+            notes = all_to_all_copies(notes, of_notes, to_ranks, received, sent, self.group_name)
         to_ranks = to_ranks._replace(num_rows=sum(sent))
         of_tokens, experts = notes.split(indices.shape[1], dim=1)
         own = experts.detach().to(indices.dtype) - self.rank * experts_of_rank

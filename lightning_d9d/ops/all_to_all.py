@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.ops.collectives import group_named
+from lightning_d9d.ops.messages import sending
 from lightning_d9d.ops.moe_permute import Permutation
 from lightning_d9d.ops.operator import define
-from lightning_d9d.waits import waiting
 
 
 def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
@@ -91,10 +91,11 @@ def _new_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_
 
 
 def _exchange(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
-    result = _new_rows(rows, received, sent, group_name)
-    rows = rows.contiguous()
-    with waiting():
+    with sending() as message:
+        rows = rows.contiguous()
+        result = _new_rows(rows, received, sent, group_name)
         dist.all_to_all_single(result, rows, list(received), list(sent), group=group_named(group_name))
+    message.wait(result)
     return result
 
 

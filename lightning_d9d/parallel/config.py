@@ -58,6 +58,12 @@ class ParallelConfig:
     """Send the tokens of a layer to experts on other ranks in two halves. On CUDA messages have a separate stream:
     messages of one half overlap the products of the other. Messages are half as long, and there are twice as many."""
 
+    overlap_pairs: bool = False
+    """Run the forward and the backward of an overlapped pair of the schedule in turns, which change where tokens go to
+    experts on other ranks. On CUDA messages of one microbatch overlap the computation of the other. The schedule must
+    have pairs, as "dual_pipe_v" has. Tokens travel by all-to-all, for which the host waits behind the other
+    microbatch."""
+
     grouped_gemm: GroupedGemmBackend = "auto"
     """The backend of the experts' matrix products. By default, "auto" uses torch's `grouped_mm` if that supports the
     tensors, else "eager". On Hopper it uses "quack" for large products, if that is installed. With "torch" it is always
@@ -104,6 +110,7 @@ class ParallelConfig:
             ("cuda_graphs", (True, False)),
             ("expert_dispatch", get_args(ExpertDispatch)),
             ("overlap_experts", (True, False)),
+            ("overlap_pairs", (True, False)),
             ("kernels", get_args(Kernels)),
             ("grouped_gemm", get_args(GroupedGemmBackend)),
             ("context", ("gather", "ring", "heads")),
@@ -136,6 +143,8 @@ class ParallelConfig:
                 "ParallelConfig.compile=True with overlap_experts=True: the compiler does not support streams; leave "
                 "out one of them"
             )
+        if self.overlap_pairs:
+            self._check_pairs()
         if self.cuda_graphs and (self.compile or self.recompute != "none"):
             other = "compile=True" if self.compile else f"recompute={self.recompute!r}"
             raise ConfigError(f"ParallelConfig.cuda_graphs=True cannot be combined with {other}; leave out one of them")
@@ -146,6 +155,18 @@ class ParallelConfig:
             )
         if self.shard_blocks is not None:
             object.__setattr__(self, "shard_blocks", tuple(self.shard_blocks))  # YAML has lists
+
+    def _check_pairs(self) -> None:
+        reasons = {
+            "overlap_experts=True": (self.overlap_experts, "both move messages to a separate stream"),
+            "expert_dispatch='peer'": (self.expert_dispatch == "peer", "both microbatches would write to one memory"),
+            "compile=True": (self.compile, "a compiled block does not give way to the other microbatch"),
+            "cuda_graphs=True": (self.cuda_graphs, "a graph holds the state of one microbatch"),
+            "recompute='offload'": (self.recompute == "offload", "inputs on the host have one order of copies"),
+        }
+        for other, (is_set, reason) in reasons.items():
+            if is_set:
+                raise ConfigError(f"ParallelConfig.overlap_pairs=True with {other}: {reason}; leave out one of them")
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:

@@ -43,6 +43,7 @@ def refusal(
         "step_in_backward=True updates weights before a batch can be computed again": steps_in_backward,
         "accumulate_grad_batches is above 1": accumulates_batches,
         "blocks are compiled": parallel.compile,
+        "overlap_pairs=True needs all-to-all": parallel.overlap_pairs,
         "replicas that mix do not wait for each other": mixes,
     }
     return next((reason for reason, applies in refused.items() if applies), None)

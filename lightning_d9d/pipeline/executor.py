@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,12 +20,14 @@ from lightning_d9d.pipeline.timeline import Observer
 from lightning_d9d.pipeline.totals import BatchTotals, as_weighted
 from lightning_d9d.pipeline.transfer import Messages, Schema
 from lightning_d9d.pipeline.trees import described, put_together
+from lightning_d9d.pipeline.turns import Turns
 from lightning_d9d.pipeline.types import StageInputs, WeightedLoss
 from lightning_d9d.schedule import (
     Action,
     Backward,
     BackwardInput,
     BackwardWeight,
+    ComputeAction,
     Forward,
     Overlapped,
     ReceiveBackward,
@@ -121,6 +124,8 @@ class Executor:
         stage_context: Context that is opened inside `forward_context`, around a stage only: losses are computed
             outside.
         before_first: Called before the first forward of a stage, with the stage and its arguments.
+        pairs_on: Device on which the forward and the backward of an overlapped pair take turns. None: one runs after
+            the other.
     """
 
     def __init__(
@@ -133,6 +138,7 @@ class Executor:
         observer: Observer | None = None,
         stage_context: Callable[[], AbstractContextManager] = nullcontext,
         before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
+        pairs_on: torch.device | None = None,
     ) -> None:
         self.stages = {index: Stage(module, before_first) for index, module in stages.items()}
         self.num_stages = num_stages
@@ -141,6 +147,7 @@ class Executor:
         self.messages = messages
         self.observer = observer
         self.stage_context = stage_context
+        self.pairs_on = pairs_on
 
     def train(
         self,
@@ -262,14 +269,22 @@ class _Run:
             case Backward(stage, microbatch) | BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
                 self._backward(action, stage, microbatch)
             case Overlapped(first, second):
-                self.run(first)
-                self.run(second)
+                self._pair(first, second)
             case Unshard(stage) | Reshard(stage) | ReduceGradients(stage):
                 self._collective(action, stage)
             case _:
                 self._message(action)
 
     # Compute
+
+    def _pair(self, first: ComputeAction, second: ComputeAction) -> None:
+        device = self.executor.pairs_on
+        if device is None or isinstance(first, Forward) == isinstance(second, Forward):
+            self.run(first)
+            self.run(second)
+        else:
+            own, beside = (first, second) if isinstance(first, Forward) else (second, first)
+            Turns(device).run(partial(self.run, own), partial(self.run, beside))
 
     def _forward(self, stage: int, microbatch: int) -> None:
         executor = self.executor

@@ -14,7 +14,7 @@ class DualPipeV(Schedule):
     """DualPipeV (DeepSeek-AI 2024, arXiv:2412.19437, folded in half): it overlaps expert exchange with computation.
 
     Rank r has the stages r and 2 * ranks - 1 - r. In the main part each action pairs a forward in one stage with a full
-    backward in the other. It needs at least 2 * ranks microbatches.
+    backward in the other. They overlap with `ParallelConfig.overlap_pairs`. It needs at least 2 * ranks microbatches.
     """
 
     stages_per_rank = 2

@@ -279,7 +279,9 @@ class TrainingParts:
         memory = self._memory(module, optimizers, gradients, check_in_backward=check, keeps_gathered=keeps)
         train_step = TrainStep(
             module,
-            module.pipeline.executor(module, stages, self.precision.forward_context),
+            module.pipeline.executor(
+                module, stages, self.precision.forward_context, overlaps_pairs=self.parallel.overlap_pairs
+            ),
             splitter,
             gradients,
             steps,

@@ -11,6 +11,7 @@ import lightning as L
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.schedule import Auto, Overlapped, Schedule
 from lightning_d9d.strategy.module import D9DModule
 
 
@@ -23,6 +24,7 @@ class Beside(NamedTuple):
     degrees: MeshConfig
     """The mesh with degrees for the actual number of ranks."""
     parallel: ParallelConfig
+    schedule: Schedule
 
     @property
     def shards_data(self) -> bool:
@@ -109,10 +111,27 @@ def _peer_dispatch(beside: Beside) -> str | None:
     return "tokens do not travel through memory of a limited size; set ParallelConfig.expert_dispatch='peer' or 'auto'"
 
 
+def _pairs(beside: Beside) -> str | None:
+    if (missing := _expert_ranks(beside)) is not None:
+        return missing
+    num_ranks, schedule = beside.degrees.pipeline_parallel, beside.schedule
+    if isinstance(schedule, Auto):
+        return "Auto may choose a schedule without overlapped pairs; set D9DStrategy.schedule='dual_pipe_v'"
+    count = next((count for count in range(4 * num_ranks, 0, -1) if schedule.takes(num_ranks, count)), None)
+    program = None if count is None else schedule.program(num_ranks, count)
+    if program is None or any(isinstance(each, Overlapped) for actions in program.ranks for each in actions):
+        return None
+    return (
+        f"{type(schedule).__name__} has no overlapped pairs; set D9DStrategy.schedule='dual_pipe_v', with at least "
+        f"{2 * num_ranks} microbatches"
+    )
+
+
 NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "ParallelConfig.reshard_after_forward": _sharded_weights,
     "ParallelConfig.expert_dispatch": _expert_ranks,
     "ParallelConfig.overlap_experts": _expert_ranks,
+    "ParallelConfig.overlap_pairs": _pairs,
     "ParallelConfig.expert_capacity": _peer_dispatch,
     "ParallelConfig.context": _context_ranks,
     "ParallelConfig.pad_sequences": _sharded_sequences,

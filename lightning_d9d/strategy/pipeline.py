@@ -101,6 +101,8 @@ class Pipeline:
         stages: Mapping[int, nn.Module],
         forward_context: Callable[[], AbstractContextManager],
         before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
+        *,
+        overlaps_pairs: bool = False,
     ) -> Executor:
         """Make the executor of programs over this rank's stages.
 
@@ -109,6 +111,7 @@ class Pipeline:
             stages: This rank's stages, by index in the whole model.
             forward_context: The precision context of a forward.
             before_first: As for `Executor`.
+            overlaps_pairs: Whether the forward and the backward of an overlapped pair take turns.
         """
         # Weights that FSDP2 gathers in bfloat16 need no autocast; the loss and the metrics do, as on any mesh.
         no_autocast = functools.partial(torch.autocast, self.device.type, enabled=False)
@@ -121,6 +124,7 @@ class Pipeline:
             self.messages,
             stage_context=no_autocast if is_sharded else nullcontext,
             before_first=before_first,
+            pairs_on=self.device if overlaps_pairs else None,
         )
 
     @property

@@ -266,7 +266,7 @@ class D9DStrategy(SaveHooks):
         self._kernels.enter_context(using_kernels(self.parallel.kernels))
         self._kernels.enter_context(using_grouped_gemm(self.parallel.grouped_gemm))
         mesh = self.mesh_config.resolve(self.world_size)
-        beside = Beside(module, self.mesh_config, mesh, self.parallel)
+        beside = Beside(module, self.mesh_config, mesh, self.parallel, self.schedule)
         check_run(self.settings(), D9DStrategy().settings(), beside, self.precision_plugin)
         several, in_backward = trainer.accumulate_grad_batches > 1, self.step_in_backward
         open_groups(self.ranks, self.parallel_in_effect)

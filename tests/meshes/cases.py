@@ -114,6 +114,7 @@ KEPT = ParallelConfig(reshard_after_forward=False)
 RESHARD = ParallelConfig(reshard_after_forward=True)
 RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "attention", "every_2")]
 IN_HALVES = ParallelConfig(overlap_experts=True)
+IN_TURNS = ParallelConfig(overlap_pairs=True)
 PEER = ParallelConfig(expert_dispatch="peer", expert_capacity=1.0)
 """Peer dispatch with so little memory that some batches are computed again."""
 RING, HEADS = ParallelConfig(context="ring"), ParallelConfig(context="heads")
@@ -175,6 +176,24 @@ CASES = [
         Case("pp2 shard2 ep2", schedule=schedule, parallel=PEER, fast=schedule == "dual_pipe_v")
         for schedule in ("1f1b", "zero_bubble", "dual_pipe_v")
     ),
+    # overlapped pairs in turns
+    Case("rep2 ep2", schedule="dual_pipe_v", microbatch_size=2, parallel=IN_TURNS, fast=True),
+    Case(
+        "rep2 ep2",
+        schedule="dual_pipe_v",
+        microbatch_size=1,
+        parallel=replace(IN_TURNS, recompute="full"),
+        accumulated=2,
+    ),
+    Case("rep2 ep2", schedule="dual_pipe_v", microbatch_size=2, parallel=IN_TURNS, tied=True),
+    Case("rep2 ep2", schedule="dual_pipe_v", microbatch_size=2, parallel=IN_TURNS, peft=LAYERS),
+    Case("shard2 ep2", schedule="dual_pipe_v", microbatch_size=2, parallel=IN_TURNS),
+    Case("pp2 shard2 ep2", schedule="dual_pipe_v", parallel=IN_TURNS, fast=True),
+    Case("pp2 rep2 ep2", schedule="dual_pipe_v", parallel=replace(IN_TURNS, recompute="selective")),
+    Case("pp2 rep2 ep2", schedule="dual_pipe_v", parallel=replace(IN_TURNS, recompute="every_2")),
+    Case("rep4 ep4", schedule="dual_pipe_v", microbatch_size=1, parallel=IN_TURNS),
+    Case("pp2 rep2 tp2 ep4", schedule="dual_pipe_v", parallel=IN_TURNS, tied=True),
+    Case("pp2 rep2 cp2 ep4", schedule="dual_pipe_v", data=TOKENS_8, parallel=replace(IN_TURNS, recompute="selective")),
     # pipelines
     Case("pp2 shard2", tied=True),
     Case("pp2 shard2", schedule="zero_bubble_v", tied=True),

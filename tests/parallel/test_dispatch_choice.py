@@ -52,6 +52,7 @@ def test_the_links_of_ranks(groups: list[list[PeerPlace]], kind: str, reason: st
         ({"steps_in_backward": True}, "step_in_backward=True"),
         ({"accumulates_batches": True}, "accumulate_grad_batches is above 1"),
         ({"parallel": ParallelConfig(compile=True)}, "blocks are compiled"),
+        ({"parallel": ParallelConfig(overlap_pairs=True)}, "overlap_pairs=True needs all-to-all"),
         ({"mixes": True}, "replicas that mix"),
         ({"parallel": ParallelConfig(recompute="full", overlap_experts=True, expert_capacity=2.0)}, None),
     ],

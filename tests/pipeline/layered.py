@@ -179,7 +179,13 @@ class Rig:
     """This rank's stages under an executor, as the strategy combines them. Making one is collective."""
 
     def __init__(
-        self, schedule: Schedule, mesh: MeshDomains | None, device: torch.device, options: Mapping[str, Any]
+        self,
+        schedule: Schedule,
+        mesh: MeshDomains | None,
+        device: torch.device,
+        options: Mapping[str, Any],
+        *,
+        overlaps_pairs: bool = False,
     ) -> None:
         self.device = device
         self.pipeline = Pipeline(schedule, mesh, device)
@@ -193,7 +199,10 @@ class Rig:
         self.buckets = GradientBuckets(bucket_groups, dtype=dtype, bucket_mb=1e-4)
         self.data_parallel = DataParallelStages(self.buckets, groups_of_stage, {}, {})
         num_stages = len(self.pipeline.placement)
-        self.executor = Executor(self.stages, num_stages, Tokens(), nullcontext, self.pipeline.messages)
+        pairs_on = device if overlaps_pairs else None
+        self.executor = Executor(
+            self.stages, num_stages, Tokens(), nullcontext, self.pipeline.messages, pairs_on=pairs_on
+        )
         self.outputs: list[weakref.ref[Tensor]] = []
         """Every tensor that a stage put out in the last run."""
         for stage in self.stages.values():

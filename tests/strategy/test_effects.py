@@ -19,6 +19,7 @@ from lightning_d9d import (
     ParallelConfig,
     TimeoutConfig,
 )
+from lightning_d9d.schedule import Auto, OneForwardOneBackward, Schedule
 from lightning_d9d.strategy.effects import NEEDS, Beside, check_effects
 from tests.harness.ranks import RankContext
 from tests.meshes.cases import CASES
@@ -74,6 +75,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ParallelConfig.overlap_experts": (
         {"overlap_experts": True},
+        "set MeshConfig.expert_parallel above 1, or leave {} out",
+    ),
+    "ParallelConfig.overlap_pairs": (
+        {"overlap_pairs": True},
         "set MeshConfig.expert_parallel above 1, or leave {} out",
     ),
     "ParallelConfig.expert_capacity": (
@@ -220,7 +225,14 @@ def test_steps_in_the_backward_of_a_plain_module_are_refused() -> None:
         REFUSED.keys()
         - {
             f"ParallelConfig.{name}"
-            for name in ("context", "expert_dispatch", "overlap_experts", "expert_capacity", "pad_sequences")
+            for name in (
+                "context",
+                "expert_dispatch",
+                "overlap_experts",
+                "overlap_pairs",
+                "expert_capacity",
+                "pad_sequences",
+            )
         }
     ),
 )
@@ -241,9 +253,25 @@ def test_meshes_that_train_as_one_process_are_taken() -> None:
     for case in CASES:
         strategy = D9DStrategy(**case.strategy_options)
         degrees = case.config.resolve(case.num_ranks)
-        check_effects(
-            strategy.settings(), D9DStrategy().settings(), Beside(Staged(), case.config, degrees, case.parallel)
-        )
+        beside = Beside(Staged(), case.config, degrees, case.parallel, strategy.schedule)
+        check_effects(strategy.settings(), D9DStrategy().settings(), beside)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "refused"),
+    [
+        ("1f1b", "OneForwardOneBackward has no overlapped pairs; set .*'dual_pipe_v', with at least 4 microbatches"),
+        ("zero_bubble_v", "ZeroBubbleV has no overlapped pairs"),
+        (Auto(batch_size=4, sequence_length=8), "Auto may choose a schedule without overlapped pairs"),
+        ("dual_pipe_v", None),
+    ],
+)
+def test_pairs_need_a_schedule_that_has_some(schedule: str | Schedule, refused: str | None) -> None:
+    mesh = MeshConfig(pipeline_parallel=2, data_parallel_replicate=2, expert_parallel=2)
+    strategy = D9DStrategy(mesh=mesh, schedule=schedule, parallel=ParallelConfig(overlap_pairs=True))
+    beside = Beside(Staged(), mesh, mesh, strategy.parallel, strategy.schedule)
+    with nullcontext() if refused is None else pytest.raises(ConfigError, match=refused):
+        check_effects(strategy.settings(), D9DStrategy().settings(), beside)
 
 
 def test_a_capacity_needs_memory_of_peers() -> None:
@@ -254,4 +282,4 @@ def test_a_capacity_needs_memory_of_peers() -> None:
         given = D9DStrategy(mesh=mesh, parallel=parallel).settings(), D9DStrategy().settings()
         refused = pytest.raises(ConfigError, match="'peer' or 'auto', or leave")
         with refused if dispatch == "all_to_all" else nullcontext():
-            check_effects(*given, Beside(Staged(), mesh, mesh, parallel))
+            check_effects(*given, Beside(Staged(), mesh, mesh, parallel, OneForwardOneBackward()))

@@ -1,0 +1,139 @@
+"""Messages to experts on other ranks, which can run beside the computation of another microbatch.
+
+[Note: beside] While two microbatches take turns (`pipeline/turns.py`), all computation is on one CUDA stream, and these
+messages have a separate one. A message waits for what was launched before it, or before an earlier point
+(`sending_after`). Then the other microbatch goes on until its next message. At last the computation stream waits for
+the message. The order of messages follows from the program alone, so it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.waits import waiting
+
+
+class Turns(Protocol):
+    """Two microbatches of one rank, of which one runs at a time."""
+
+    stream: torch.cuda.Stream | None
+    """Stream of messages; None without CUDA."""
+
+    def give_way(self) -> None:
+        """Let the other microbatch run until it gives way, too, or ends. Local."""
+        ...
+
+
+@dataclass
+class Sent:
+    """A message that may still be on its way."""
+
+    turns: Turns | None = None
+    """The microbatches that take turns, if this one gives way to another."""
+    event: torch.cuda.Event | None = None
+    """The end of the message on its stream; None if it was sent on the current one, or by the host."""
+
+    def wait(self, *made: Tensor) -> None:
+        """Make the current stream wait for the message. Another microbatch may run before. Local.
+
+        Args:
+            made: Tensors that were made while it was sent, for use on the current stream.
+        """
+        if self.turns is not None:
+            self.turns.give_way()
+        if self.event is not None:
+            stream = torch.cuda.current_stream()
+            with waiting():
+                stream.wait_event(self.event)
+            for tensor in made:
+                tensor.record_stream(stream)
+
+
+class _State:
+    """Variables that all threads of a process share: autograd calls operators from several."""
+
+    turns: Turns | None = None
+    is_sending = False
+    has_given_way = False
+    after: torch.cuda.Event | None = None
+
+
+_state = _State()
+
+
+@contextmanager
+def taking_turns(turns: Turns) -> Generator[None]:
+    """Let messages run beside the computation of two microbatches, in all threads. Local."""
+    _state.turns = turns
+    try:
+        yield
+    finally:
+        _state.turns = None
+
+
+@contextmanager
+def sending() -> Generator[Sent]:
+    """Wrap what launches a message. Inside of another message it changes nothing. Local.
+
+    `Sent.wait` must follow, before the message's results are used. With `taking_turns` tensors that are made inside
+    belong to the stream of messages: give them to `Sent.wait`.
+    """
+    turns = _state.turns
+    if turns is None or _state.is_sending:
+        with waiting():
+            yield Sent()
+        return
+    sent = Sent(None if _state.has_given_way else turns)
+    _state.is_sending = True
+    try:
+        if turns.stream is None:
+            yield sent
+            return
+        after = _state.after or _reached(torch.cuda.current_stream())
+        with torch.cuda.stream(turns.stream):
+            turns.stream.wait_event(after)
+            yield sent
+            sent.event = _reached(turns.stream)
+    finally:
+        _state.is_sending = False
+
+
+def launched() -> torch.cuda.Event | None:
+    """Return the point that computation has reached on the device; None if no microbatches take turns there. Local."""
+    turns = _state.turns
+    return None if turns is None or turns.stream is None else _reached(torch.cuda.current_stream())
+
+
+def _reached(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def give_way() -> None:
+    """Let another microbatch run, if one takes turns with this one, before the host waits. Local."""
+    if _state.turns is not None:
+        _state.turns.give_way()
+
+
+@contextmanager
+def sending_after(point: torch.cuda.Event | None) -> Generator[None]:
+    """Send messages without giving way, as soon as the computation has reached a point. Local.
+
+    This microbatch gave way after the point, so that other computation already runs beside these messages. All that
+    they send must have been launched before the point.
+
+    Args:
+        point: Result of `launched`. None: as soon as what was launched before each message is done.
+    """
+    _state.has_given_way, _state.after = True, point
+    try:
+        yield
+    finally:
+        _state.has_given_way, _state.after = False, None

@@ -1,0 +1,266 @@
+"""Pairs in turns: the numbers of one action after the other, and messages in an order that follows from the program."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
+from lightning_d9d.modules import AllToAllDispatch, GroupedExperts, SparseMoE
+from lightning_d9d.ops.messages import give_way, sending
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
+from lightning_d9d.pipeline.turns import Turns
+from lightning_d9d.pipeline.types import StageInputs, WeightedLoss
+from lightning_d9d.schedule import DualPipeV, Overlapped, WrittenProgram
+from tests.harness.compare import assert_bitwise_equal
+from tests.harness.ranks import RankContext
+from tests.pipeline.layered import KINDS, Rig, of_one_process, pipeline_mesh
+from tests.pipeline.test_executor import drawn
+from tests.schedule.programs import programs
+
+CPU = torch.device("cpu")
+
+
+def in_steps(name: str, count: int, notes: list[str]) -> Callable[[], None]:
+    def run() -> None:
+        for step in range(count):
+            notes.append(f"{name}{step}")
+            give_way()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (2, 2, "a0 b0 a1 b1"),
+        (3, 1, "a0 b0 a1 a2"),
+        (1, 3, "a0 b0 b1 b2"),
+        (0, 2, "b0 b1"),
+        (2, 0, "a0 a1"),
+    ],
+)
+def test_actions_change_at_each_message_until_one_ends(first: int, second: int, expected: str) -> None:
+    notes: list[str] = []
+    Turns(CPU).run(in_steps("a", first, notes), in_steps("b", second, notes))
+    assert " ".join(notes) == expected
+
+
+def test_nobody_gives_way_outside_of_a_pair() -> None:
+    notes: list[str] = []
+    in_steps("a", 2, notes)()
+    assert notes == ["a0", "a1"]
+
+
+@pytest.mark.parametrize("fails", ["a", "b"])
+def test_a_failure_ends_the_other_action_at_its_next_message(fails: str) -> None:
+    notes: list[str] = []
+
+    def failing() -> None:
+        give_way()
+        raise ValueError("an error of one action")
+
+    other = in_steps("c", 5, notes)
+    with pytest.raises(ValueError, match="an error of one action"):
+        Turns(CPU).run(*((failing, other) if fails == "a" else (other, failing)))
+    assert notes == (["c0"] if fails == "a" else ["c0", "c1"])
+    assert "second of a pair" not in {thread.name for thread in threading.enumerate()}
+    Turns(CPU).run(in_steps("d", 1, notes), in_steps("e", 1, notes))
+    assert notes[-2:] == ["d0", "e0"]
+
+
+def test_ctrl_c_ends_both() -> None:
+    """Python raises it in the main thread, which waits for its turn."""
+    notes: list[str] = []
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        in_steps("b", 5, notes)()
+
+    with pytest.raises(KeyboardInterrupt):
+        Turns(CPU).run(in_steps("a", 5, notes), interrupted)
+    assert notes == ["a0", "b0"]
+
+
+def test_each_action_has_the_random_numbers_that_it_would_draw_alone() -> None:
+    """The second one sets an older state and restores it, as a recomputation does."""
+    drawn_in_turn: list[Tensor] = []
+
+    def forward() -> None:
+        for _ in range(3):
+            drawn_in_turn.append(torch.rand(2))
+            give_way()
+
+    def recomputation() -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            first = torch.rand(2)
+            give_way()
+            assert_bitwise_equal("second", torch.stack([first, torch.rand(2)]), expected_again)
+
+    torch.manual_seed(1)
+    expected_again = torch.rand(2, 2)
+    torch.manual_seed(0)
+    expected = torch.rand(4, 2)
+    torch.manual_seed(0)
+    Turns(CPU).run(forward, recomputation)
+    assert_bitwise_equal("drawn", torch.stack([*drawn_in_turn, torch.rand(2)]), expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["tied", "recompute"])
+def test_pipelines_of_two_ranks(rank: RankContext, kind: str) -> None:
+    expected = of_one_process(kind, 9, rank.device)
+    with pipeline_mesh(rank) as mesh:
+        rig = Rig(DualPipeV(), mesh, rank.device, KINDS[kind], overlaps_pairs=True)
+        for count in (4, 5, 9):
+            rig.check(count, expected[count - 1])
+        rig.close()
+
+
+@pytest.mark.ranks(2)
+def test_random_programs(rank: RankContext) -> None:
+    """Pairs of any two actions; those without a forward or without a backward run one after the other."""
+    expected = of_one_process("shared", 4, rank.device)
+    with pipeline_mesh(rank) as mesh:
+        for program in drawn(programs(num_ranks=2), 40):
+            if program.is_forward_only:
+                continue
+            rig = Rig(WrittenProgram(text=str(program)), mesh, rank.device, KINDS["shared"], overlaps_pairs=True)
+            try:
+                rig.check(program.num_microbatches, expected[program.num_microbatches - 1])
+            except BaseException as error:
+                error.add_note(str(program))
+                raise
+            rig.close()
+
+
+class Mixture(nn.Module):
+    """A stage of two mixtures of experts, distributed over ranks, with dropout."""
+
+    def __init__(self, rank: RankContext, mesh: MeshDomains, stage: int, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.recompute = recompute
+        self.mixtures = nn.ModuleList(self._mixture(rank, mesh) for _ in range(2))
+
+    def _mixture(self, rank: RankContext, mesh: MeshDomains) -> SparseMoE:
+        moe = SparseMoE(8, 8, 4, 2, normalize=True, initializer_range=0.3).double().to(rank.device)
+        half = slice(2 * rank.rank, 2 * rank.rank + 2)
+        experts = GroupedExperts(2, 8, 8, initializer_range=0.3).double().to(rank.device)
+        experts.load_state_dict({name: value[half] for name, value in moe.experts.state_dict().items()})
+        moe.experts = experts
+        moe.dispatch = AllToAllDispatch(4, mesh.group(Axis.EP_SHARD, lane="moe"))
+        return moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixture in self.mixtures:
+            x = x + (
+                checkpoint(self._run, mixture, x, use_reentrant=False) if self.recompute else self._run(mixture, x)
+            )
+        return x
+
+    @staticmethod
+    def _run(mixture: nn.Module, x: Tensor) -> Tensor:
+        return mixture(nn.functional.dropout(x, 0.1))
+
+
+class Rows:
+    """Hooks: the sum of squares of the output. The loss asks autograd for gradients of its own."""
+
+    def microbatch_inputs(self, microbatch: Tensor) -> StageInputs:
+        return StageInputs(first={"x": microbatch})
+
+    def microbatch_loss(self, output: Tensor, microbatch: Tensor) -> WeightedLoss:
+        leaf = output.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(leaf.square().sum(), leaf)
+        return WeightedLoss((output * slope / 2).sum(), torch.ones((), device=output.device))
+
+    def microbatch_metrics(self, output: Tensor, microbatch: Tensor) -> dict[str, WeightedLoss]:
+        return {}
+
+
+class Trained(NamedTuple):
+    gradients: dict[str, Tensor]
+    """Of all stages, and the loss."""
+    sent: list[tuple[str, int]]
+    """The thread and the number of dims of each all-to-all."""
+    random: Tensor
+
+
+def trained(rank: RankContext, mesh: MeshDomains, recompute: bool, overlaps: bool) -> Trained:
+    stages = {index: Mixture(rank, mesh, index, recompute) for index in range(2)}
+    executor = Executor(stages, 2, Rows(), nullcontext, pairs_on=rank.device if overlaps else None)
+    generator = torch.Generator().manual_seed(rank.rank)
+    counts = [[8, 1, 4, 7, 2, 3], [1, 8, 3, 3, 0, 2]][rank.rank]
+    rows = [torch.randn(n, 8, generator=generator, dtype=torch.float64).to(rank.device) for n in counts]
+    sent: list[tuple[str, int]] = []
+    exchange = dist.all_to_all_single
+
+    def noted(output: Tensor, *others: Any, **named: Any) -> Any:
+        sent.append((threading.current_thread().name, output.dim()))
+        if output.is_cuda:
+            torch.cuda._sleep(10_000_000)  # on the stream of messages: they are late for whoever does not wait
+        return exchange(output, *others, **named)
+
+    torch.manual_seed(rank.rank)
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        totals = executor.train(DualPipeV().program(1, 6).ranks[0], SplitBatch(rows, counts), LossScale())
+    assert totals.loss is not None
+    gradients = {
+        f"{index}.{name}": parameter.grad
+        for index, stage in stages.items()
+        for name, parameter in stage.named_parameters()
+        if parameter.grad is not None
+    }
+    executor.close()
+    return Trained({**gradients, "loss": totals.loss[0]}, sent, torch.rand(2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", [False, True], ids=["none", "full"])
+def test_bits_and_messages_of_experts(rank: RankContext, recompute: bool) -> None:
+    """Whatever tokens the ranks have, with dropout, in a recomputation too."""
+    mesh = MeshDomains.build(MeshConfig(data_parallel_replicate=2, expert_parallel=2), rank.device.type)
+    expected, found = (trained(rank, mesh, recompute, overlaps) for overlaps in (False, True))
+    assert expected.gradients.keys() == found.gradients.keys()
+    assert len(expected.gradients) > 10
+    for name, value in expected.gradients.items():
+        assert_bitwise_equal(name, found.gradients[name], value)
+    assert_bitwise_equal("random numbers afterwards", found.random, expected.random)
+    assert rank.all_gather_object(found.sent) == [found.sent, found.sent]
+    assert len(found.sent) == len(expected.sent)
+    sides = [thread == "second of a pair" for thread, _ in found.sent]
+    changes = sum(one != other for one, other in pairwise(sides))
+    pairs = [each for each in DualPipeV().program(1, 6).ranks[0] if isinstance(each, Overlapped)]
+    assert len(pairs) == 9
+    # A forward has two mixtures with a dispatch and a combine each, and so has its backward.
+    assert changes >= 7 * len(pairs)
+    mesh.close()
+
+
+def test_a_message_inside_of_another_does_not_give_way() -> None:
+    notes: list[str] = []
+
+    def nested() -> None:
+        with sending() as outer:
+            with sending() as inner:
+                notes.append("inner")
+            inner.wait()
+            notes.append("outer")
+        outer.wait()
+        notes.append("end")
+
+    Turns(CPU).run(nested, in_steps("b", 1, notes))
+    assert notes == ["inner", "outer", "b0", "end"]
