@@ -166,7 +166,8 @@ class Written:
                 return f"--{option}"
         for file, root in reversed(self._files):
             for key, node in _settings(root):
-                if key.value == name and isinstance(node, yaml.ScalarNode) and _are_equal(node.value, value):
+                is_it = value is None or (isinstance(node, yaml.ScalarNode) and _are_equal(node.value, value))
+                if key.value == name and is_it:
                     return f"{file}, line {key.start_mark.line + 1}"
         return None
 

@@ -180,6 +180,14 @@ ON_THE_COMMAND_LINE = {
         "StepLR needs step_size; give --lr_scheduler.step_size VALUE behind it, or set step_size: VALUE below its "
         "init_args: in a file\n"
     ),
+    ("--model.optimizer", "AdamW", "--model.lr_scheduler", "OneCycleLR"): (
+        "OneCycleLR needs max_lr; give --model.lr_scheduler.max_lr VALUE behind it, or set max_lr: VALUE below its "
+        "init_args: in a file\n"
+    ),
+    ("--model.optimizer", "AdamW", "--model.lr_scheduler", "ReduceLROnPlateau"): (
+        "--model.lr_scheduler: several classes have the name ReduceLROnPlateau; give the full one: "
+        "torch.optim.lr_scheduler.ReduceLROnPlateau or lightning.pytorch.cli.ReduceLROnPlateau\n"
+    ),
     ("--model", "my_package.Model"): (
         "--model: my_package.Model cannot be imported: No module named 'my_package'\n"
         "its package must be installed, or the folder that has it in PYTHONPATH\n"
@@ -227,6 +235,10 @@ ON_THE_COMMAND_LINE = {
         "--trainer.strategy.microbatch_size: the first batch has 8 rows, which microbatch_size=3 does not divide; "
         "choose microbatch_size from [1, 2, 4, 8] or change the DataLoader's batch_size\n"
     ),
+    ("--trainer.val_check_interval", "5", "--trainer.limit_train_batches", "3", *QUIET[:4]): (
+        "--trainer.val_check_interval: val_check_interval=5 is more than the 3 training batches of an epoch; choose at "
+        "most 3, or set check_val_every_n_epoch to null, which counts batches over epochs\n"
+    ),
     ("--trainer.strategy.mesh.pipeline_parallel", "2", "--trainer.devices", "3"): (
         "--trainer.strategy.mesh.pipeline_parallel: MeshConfig.pipeline_parallel=2 does not divide 3 ranks: the "
         "nearest that fit are 1 and 3\n"
@@ -265,6 +277,20 @@ ON_THE_COMMAND_LINE |= {
 IN_THE_FILE = {
     ("  - class_path: TextSample\n", "  - class_path: EarlyStopping\n  - class_path: TextSample\n"): (
         "run.yaml, line 19: EarlyStopping needs monitor; set monitor: VALUE below its init_args:\n"
+    ),
+    ("    learning_rate: 1e-3\n", "    lr_scheduler: {class_path: OneCycleLR}\n"): (
+        "run.yaml, line 5: OneCycleLR needs max_lr; set max_lr: VALUE below its init_args:\n"
+    ),
+    ("    learning_rate: 1e-3\n", "    optimizer: {class_path: Muon}\n"): (
+        "run.yaml, line 5: `optimizer` cannot be made: Muon only supports 2D parameters whereas we found a parameter "
+        "with size: torch.Size([8, 256, 128]); MuonAdamW takes all parameters, those that are not matrices with AdamW\n"
+    ),
+    (
+        "    learning_rate: 1e-3\n",
+        "    optimizer: {class_path: AdamW}\n    lr_scheduler: {class_path: OneCycleLR, init_args: {max_lr: 0.1}}\n",
+    ): (
+        "run.yaml, line 6: `lr_scheduler` cannot be made: You must define either total_steps OR (epochs AND "
+        "steps_per_epoch); the run has 4 optimizer steps\n"
     ),
     ("max_steps", "max_stepz"): (
         "run.yaml, line 11: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
@@ -380,6 +406,21 @@ def test_kinds_of_loggers_are_listed_and_no_other_iterables(
     assert {"CSVLogger", "TensorBoardLogger", "WandbLogger"} <= {*names.split(", ")}
     assert "Artist" not in names
     assert "Loader" not in names
+
+
+@pytest.mark.parametrize(("callback", "others"), [("EarlyStopping", ""), ("ModelCheckpoint", ", epoch, step")])
+def test_a_monitor_that_nothing_logs(
+    callback: str, others: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = f"{{class_path: {callback}, init_args: {{monitor: val_los}}}}"
+    (folder / "more.yaml").write_text(f"trainer:\n  callbacks:\n  - {chosen}\n")
+    short = ("--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1", *QUIET[:4])
+    printed = refusal(monkeypatch, capsys, *FIT, "--config", "more.yaml", *short)
+    assert "Traceback" not in printed
+    assert printed.splitlines()[-1] == (
+        f"error: more.yaml, line 3: monitor='val_los' of {callback} is not logged; choose one of train_loss, val_loss, "
+        f"val_perplexity{others}, or log it with self.log('val_los', ...); did you mean 'val_loss'?"
+    )
 
 
 class OnlyTraining(L.LightningDataModule):
