@@ -220,7 +220,7 @@ ON_THE_COMMAND_LINE = {
         "--trainer.strategy.grad_sync.bucket_mb: GradSyncConfig.bucket_mb=-1.0 must be greater than 0\n"
     ),
     ("--optimizer", "AdamW"): (
-        "run.yaml, line 5: learning_rate=0.001 of Qwen3MoePretraining has no effect beside `optimizer`, which has "
+        "--optimizer: learning_rate=0.001 of Qwen3MoePretraining has no effect beside `optimizer`, which has "
         "its own settings; set them in `optimizer` or `lr_scheduler`, or leave `optimizer` out\n"
     ),
     ("--model.optimizer", "AdamW", "--model.optimizer.lrr", "1"): (
@@ -233,7 +233,11 @@ ON_THE_COMMAND_LINE = {
     ),
     ("--trainer.strategy.microbatch_size", "3", *QUIET): (
         "--trainer.strategy.microbatch_size: the first batch has 8 rows, which microbatch_size=3 does not divide; "
-        "choose microbatch_size from [1, 2, 4, 8] or change the DataLoader's batch_size\n"
+        "choose microbatch_size from [1, 2, 4, 8] or change the DataLoader's `batch_size`\n"
+    ),
+    ("--data.batch_size", "6", *QUIET): (
+        "--data.batch_size: the first batch has 6 rows, which microbatch_size=4 does not divide; choose "
+        "microbatch_size from [1, 2, 3, 6] or change the DataLoader's `batch_size`\n"
     ),
     ("--trainer.val_check_interval", "5", "--trainer.limit_train_batches", "3", *QUIET[:4]): (
         "--trainer.val_check_interval: val_check_interval=5 is more than the 3 training batches of an epoch; choose at "
@@ -274,6 +278,26 @@ ON_THE_COMMAND_LINE |= {
         "did you mean 'last.ckpt'?\n"
     ),
 }
+INSIDE_OF_A_VALUE = {
+    ("--data.init_args", "{batch_size: eight}"): (
+        "--data.init_args: data.batch_size must be a whole number or null, not 'eight'\n"
+    ),
+    ("--config", "{trainer: {max_steps: ten}}"): "--config: trainer.max_steps must be a whole number, not 'ten'\n",
+    ("--config", "{trainer: {max_stepz: 10}}"): (
+        "--config: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
+        "`lightning-d9d fit --help` lists what trainer takes\n"
+    ),
+    ("--trainer.callbacks+={class_path: TextSample, init_args: {context_length: ten}}",): (
+        "--trainer.callbacks+: trainer.callbacks.context_length must be a whole number, not 'ten'\n"
+    ),
+    ("--trainer.strategy.mesh", "{pipeline_parallel: 3}"): (
+        "--trainer.strategy.mesh: MeshConfig.pipeline_parallel=3 does not divide 1 rank: at most 1 fits\n"
+    ),
+    ("--model", "{class_path: Qwen3MoePretraining, init_args: {preset: tiny, warmup_steps: -1}}"): (
+        "--model: Qwen3MoePretraining got warmup_steps=-1; it must be at least 0\n"
+    ),
+}
+"""Mistakes in a mapping that an option has as its value; `run.yaml` has another value for most of them."""
 IN_THE_FILE = {
     ("  - class_path: TextSample\n", "  - class_path: EarlyStopping\n  - class_path: TextSample\n"): (
         "run.yaml, line 19: EarlyStopping needs monitor; set monitor: VALUE below its init_args:\n"
@@ -355,6 +379,9 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_found_before_torch_is_imported(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
     assert (done.stderr, done.stdout, done.returncode) == (f"error: {message}", "False\n", 2)
+
+
+ON_THE_COMMAND_LINE |= INSIDE_OF_A_VALUE
 
 
 @pytest.mark.parametrize(("arguments", "message"), ON_THE_COMMAND_LINE.items(), ids=map(" ".join, ON_THE_COMMAND_LINE))
