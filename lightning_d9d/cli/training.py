@@ -17,7 +17,7 @@ from typing import Any, cast
 import jsonargparse
 import yaml
 from jsonargparse import Namespace
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -185,6 +185,13 @@ class D9DCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add `predictions`, which only predict uses: all subcommands read the same files."""
         parser.add_argument("--predictions", type=PredictionFiles, default=PredictionFiles())
+
+    def after_fit(self) -> None:
+        """Log why an EarlyStopping ended the run, which the callback itself does only if it is `verbose`."""
+        for each in self.trainer.early_stopping_callbacks:
+            if self.trainer.should_stop and each.stopping_reason_message and not each.verbose:
+                why = each.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+                rank_zero_info(f"`Trainer.fit` stopped: {why}")
 
     def before_predict(self) -> None:
         """Make predict write its predictions, and not keep them in memory, too."""
