@@ -50,6 +50,7 @@ _NO_METRIC = (
     ("ModelCheckpoint", re.compile(r"`ModelCheckpoint\(monitor='(.+?)'\)` could not find .*?: \[(.*?)\]")),
     ("EarlyStopping", re.compile(r"Early stopping conditioned on metric `(.+?)` which is not available.*: (`.*`)")),
 )
+"""Classes with a `monitor`, and Lightning's messages in a run that find no metric of that name."""
 
 
 class _Parser(LightningArgumentParser):

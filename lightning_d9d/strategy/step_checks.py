@@ -68,7 +68,7 @@ class StepChecks:
             rank_zero_warn(
                 f"each of the {num_microbatches} microbatches of a batch is normalized by its own statistics, not by "
                 f"those of the batch, in {first_of(names)}. So the number of microbatches changes the result; take "
-                "another norm, such as GroupNorm, or num_microbatches=1"
+                "another norm, such as GroupNorm, or one microbatch"
             )
 
     def frozen_alike(self) -> None:
