@@ -15,7 +15,7 @@ import re
 import stat
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # functions import it, as metadata.py says
 VALUES_NAME = "values.pt"
 _FORMAT = "lightning_d9d checkpoint 2"
 _DATA_NAME = re.compile(r"data-([0-9a-f]{16})")
+_OF_ADAPTER = re.compile(r"lora\.[ab]$")
 
 
 def is_directory(path: str | Path) -> bool:
@@ -250,20 +251,35 @@ def compare(
     differences = Differences(
         sorted(names - stored.keys()), [name for name in stored if name.startswith(prefix) and name not in names]
     )
-    problems = [
-        problem
+    misfits = {
+        name: problem
         for (name, shape, _, is_meta), dtype in wanted.items()
         if name in stored and (problem := _misfit(name, stored[name], shape, dtype, is_meta))
-    ]
+    }
+    others: dict[str, str] = {}
     if strict:
-        problems += [f"{name} is not in the checkpoint" for name in differences.missing]
-        problems += [f"{name} is in the checkpoint, but was not requested" for name in differences.unexpected]
-    if problems:
+        others |= {name: f"{name} is not in the checkpoint" for name in differences.missing}
+        others |= {name: f"{name} is in the checkpoint, but was not requested" for name in differences.unexpected}
+    if misfits or others:
         raise StateError(
-            f"{failure}, the checkpoint is of another model: {first_of(problems)}. Build the model with the config it "
-            "was saved with, or give another checkpoint"
+            f"{failure}, the checkpoint {what_differs(misfits, others)}: "
+            f"{first_of([*misfits.values(), *others.values()])}. Build the model with the config it was saved with, or "
+            "give another checkpoint"
         )
     return differences
+
+
+def what_differs(misfits: Iterable[str], others: Iterable[str]) -> str:
+    """Return what is wrong with a checkpoint, by the names of tensors.
+
+    Args:
+        misfits: Tensors that have another shape in the model.
+        others: Tensors that only one of the two has.
+    """
+    misfits, others = list(misfits), list(others)
+    if not all(_OF_ADAPTER.search(name) for name in misfits + others):
+        return "is of another model"
+    return "has LoRA adapters of other weights" if others else "has LoRA adapters of another rank"
 
 
 def _misfit(name: str, stored: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype, is_meta: bool) -> str | None:

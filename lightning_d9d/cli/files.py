@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -128,8 +131,7 @@ class Written:
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._options = list(options(arguments))
-        self._files = [(path, _compose(path)) for path in config_files(arguments)]
+        self._sources = [_source(name, value) for name, value in options(arguments)]
 
     def find(self, path: Sequence[str], value: str | None = None) -> str | None:
         """Return the place of a setting: the option, or the file and the line.
@@ -141,34 +143,72 @@ class Written:
         Returns:
             The place with the highest precedence if there are several; None if nobody wrote it.
         """
-        for name, given in reversed(self._options):
-            if _names(name) == list(path) and value in (None, given):
-                return f"--{name}"
-        for file, root in reversed(self._files):
-            for node, line in _below(root, list(path)):
+        for source in reversed(self._sources):
+            length = len(source.names)
+            if source.names != [*path[:length]]:
+                continue
+            for node, line in _below(source.root, [*path[length:]]):
                 if value is None:
-                    return f"{file}, line {line}"
+                    return source.place(line)
                 for each in (node, *(value for _, value in _settings(node))):
                     if each.value == value:
-                        return f"{file}, line {each.start_mark.line + 1}"
+                        return source.place(each.start_mark.line + 1)
         return None
 
     def find_named(self, message: str) -> str | None:
-        """Find the first setting that a message names as `name=value`, or else as a name in backticks."""
+        """Find the first setting that a message names as `name=value`, or else as a name in backticks.
+
+        One in the arguments comes before all in files, which it may have made impossible.
+        """
         pairs: list[tuple[str, str | None]] = re.findall(r"\b(\w+)='?([^\s';,()]+)", message)
         pairs += [(name, None) for name in re.findall(r"`(\w+)`", message)]
-        return next(filter(None, (self._find_anywhere(*pair) for pair in pairs)), None)
-
-    def _find_anywhere(self, name: str, value: str | None) -> str | None:
-        """Find a setting by its last name, and by its value unless that is None."""
-        for option, given in reversed(self._options):
-            if _names(option)[-1:] == [name] and _are_equal(given, value):
-                return f"--{option}"
-        for file, root in reversed(self._files):
-            for key, node in _settings(root):
-                if key.value == name and isinstance(node, yaml.ScalarNode) and _are_equal(node.value, value):
-                    return f"{file}, line {key.start_mark.line + 1}"
+        for is_file in (False, True):
+            sources = [each for each in reversed(self._sources) if each.is_file == is_file]
+            for pair in pairs:
+                if place := next(filter(None, (each.find_anywhere(*pair) for each in sources)), None):
+                    return place
         return None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An option with its value, or a file of `--config`."""
+
+    name: str
+    names: list[str]
+    """The names that lead to the value."""
+    root: yaml.Node | None
+    is_file: bool = False
+
+    def place(self, line: int) -> str:
+        """Return the place of a line of the value: that of an option is the option."""
+        return f"{self.name}, line {line}" if self.is_file else self.name
+
+    def find_anywhere(self, name: str, value: str | None) -> str | None:
+        """Find a setting by its last name, and by its value unless that is None."""
+        whole = [(self.names[-1], self.root, 1)] if self.names else []
+        inner = ((key.value, node, key.start_mark.line + 1) for key, node in _settings(self.root))
+        for key, node, line in (*whole, *inner):
+            is_it = value is None or (isinstance(node, yaml.ScalarNode) and _are_equal(node.value, value))
+            if key == name and is_it:
+                return self.place(line)
+        return None
+
+
+def _source(name: str, value: str) -> _Source:
+    if name != "config":
+        return _Source(f"--{name}", _names(name), _value(value))
+    if files := config_files([f"--config={value}"]):
+        return _Source(files[0], [], _compose(files[0]), is_file=True)
+    return _Source("--config", [], _value(value))
+
+
+def _value(text: str) -> yaml.Node | None:
+    """Read the value of an option, which may be a mapping or a list; any other text is a scalar."""
+    with suppress(yaml.YAMLError):
+        if node := yaml.compose(text, _LOADER):
+            return node
+    return yaml.compose(json.dumps(text), _LOADER)
 
 
 def _are_equal(written: str, value: str | None) -> bool:

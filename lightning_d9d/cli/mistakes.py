@@ -34,8 +34,10 @@ _OWNER = re.compile(r"Problem with given class_path '([^']+)'")
 _SUBTYPES = re.compile(r"Subtypes: \[(.*)\]$")
 _CALL = re.compile(r"([\w.]+)\((.*)\)$")
 _ARGUMENT = re.compile(r"NestedArg\(key='(?:init_args\.)?(.+?)', val=.*\)$")
-_MADE = re.compile(r"expects a function or a callable class: .*Got value: Namespace\(class_path='([^']+)'")
+_MADE_LATER = "expects a function or a callable class"
+_MADE = re.compile(r"(?:Got|Given) value: Namespace\(class_path='([^']+)'")
 """A class whose objects are made later, such as an optimizer."""
+_SAME_NAME = re.compile(r"Multiple subclasses with name (\w+)\..*: (.+)\.$")
 _NOISE = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
 
 _GIVEN_LATER: set[str | int] = {"params", "optimizer"}
@@ -81,7 +83,7 @@ def explain(message: str, arguments: Sequence[str], parser: ArgumentParser) -> s
     Returns:
         One to three lines.
     """
-    lines = list(_read(message))
+    lines = _with_made(list(_read(message)))
     written = Written(arguments)
     nested = {
         line.path: found[1] for line in lines if (found := _ARGUMENT.search(line.text)) and found[0] not in arguments
@@ -119,6 +121,20 @@ def _read(message: str) -> Iterator[_Line]:
         yield replace(line, text=text.strip())
 
 
+def _with_made(lines: list[_Line]) -> list[_Line]:
+    """Return the lines; those about arguments of a class whose objects are made later have it as their owner.
+
+    Some lines name the class themselves, others in a later line about the same place.
+    """
+    made = {line.path: found[1] for line in reversed(lines) if (found := _MADE.search(line.text))}
+    return [
+        replace(line, owners=(*line.owners, (line.path, made[line.path])))
+        if _MADE_LATER in line.text and line.path in made
+        else line
+        for line in lines
+    ]
+
+
 def _at(written: Written, path: Sequence[str], value: str | None = None) -> str:
     """Return the place of a setting, or of what contains it, followed by a colon."""
     candidates = [(path, value), *((path[:length], None) for length in range(len(path), 0, -1))]
@@ -141,8 +157,6 @@ def locate(written: Written, path: Sequence[str], value: str | None = None) -> s
 
 def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
     option = text.split()[0].partition("=")[0]
-    if made := _MADE.search(line.text):
-        line = replace(line, owners=(*line.owners, (line.path, made[1])))
     if "unrecognized" in line.text and not option.startswith("-"):
         return f"{option!r} follows no option; a configuration file is given with --config {option}"
     names = [*line.path, *(name for name in option.lstrip("-").split(".") if name != "init_args")]
@@ -240,6 +254,13 @@ def _not_importable(reason: str, line: _Line, written: Written, parser: Argument
     )
 
 
+def _same_name(name: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
+    found = _SAME_NAME.search(line.text)
+    assert found is not None
+    subject = locate(written, line.path, name)
+    return f"{subject}: several classes have the name {name}; give the full one: {either(found[2].split(', '))}"
+
+
 def _classes(subtypes: str) -> Iterator[type]:
     for name in re.findall(r"(?:\w+\.)+\w+", subtypes):
         with suppress(ImportError, AttributeError):
@@ -289,6 +310,7 @@ def _no_value(option: str, line: _Line, written: Written, parser: ArgumentParser
 _KINDS = (
     (_OPTION, _unknown_option),
     (_CLASS, _unknown_class),
+    (_SAME_NAME, _same_name),
     (_IMPORT, _not_importable),
     (_REQUIRED, _required),
     (_NO_VALUE, _no_value),

@@ -41,8 +41,10 @@ class _Planning(D9DCLI):
         if not isinstance(self.model, D9DModule):
             raise ConfigError(f"plan needs a D9DModule, whose layers have costs, but got {type(self.model).__name__}")
         world_size = given.world_size
-        if world_size is None:
-            world_size = _ranks_of(trainer["devices"], trainer["num_nodes"])
+        if world_size is None and not (world_size := _ranks_of(trainer)):
+            raise ConfigError(
+                f"trainer.devices={trainer['devices']!r} does not say how many ranks run; pass --world_size"
+            )
         machine = machine_of(given.gpu, gpus_per_node=given.gpus_per_node)
         mesh, schedule = strategy.mesh_config, strategy.schedule
         if given.search:
@@ -85,14 +87,23 @@ class _Planning(D9DCLI):
         else:
             best = plan_with_changes(model, machine, costs, asynchronous=asynchronous, clips=clips)
             sys.stdout.write(f"{best}\n")
-        _write(best, given, self.datamodule, accumulated)
+        _write(best, given, self.datamodule, trainer)
 
 
-def _ranks_of(devices: Any, num_nodes: int) -> int:
+def _ranks_of(trainer: Any) -> int:
+    """Return the number of a Trainer's ranks; 0 if `devices` leaves it to the machine."""
+    devices = trainer["devices"]
     number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
-    if number < 1:
-        raise ConfigError(f"trainer.devices={devices!r} does not say how many ranks run; pass --world_size")
-    return number * num_nodes
+    return number * trainer["num_nodes"]
+
+
+def _devices_of(plan: Plan, trainer: Any) -> dict[str, Any]:
+    """Return a Trainer's settings for the ranks of a plan; none if they do not fill nodes."""
+    world_size, devices = plan.model.mesh.world_size, trainer["devices"]
+    if _ranks_of(trainer) == world_size:
+        return {"devices": devices if isinstance(devices, list) else int(devices), "num_nodes": trainer["num_nodes"]}
+    devices = min(world_size, plan.machine.gpus_per_node)
+    return {} if world_size % devices else {"devices": devices, "num_nodes": world_size // devices}
 
 
 def _of_data(data: Any, name: str, option: str) -> int:
@@ -121,8 +132,11 @@ def _ranking(plans: list[Plan]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _settings(plan: Plan, data: Any, accumulated: int) -> dict[str, object]:
-    """Return the settings of a plan and its rows, the latter by the name that the data use."""
+def _settings(plan: Plan, data: Any, trainer: Any) -> dict[str, Any]:
+    """Return the settings of a plan with its ranks and rows, the latter by the name that the data use."""
+    settings: dict[str, Any] = settings_of(plan)
+    settings["trainer"] = _devices_of(plan, trainer) | settings["trainer"]
+    accumulated = trainer["accumulate_grad_batches"] or 1
     model, mesh = plan.model, plan.model.mesh
     rows = model.rows * model.num_microbatches
     sizes = {
@@ -130,15 +144,15 @@ def _settings(plan: Plan, data: Any, accumulated: int) -> dict[str, object]:
         "batch_size": rows,
     }
     name = next((each for each in sizes if isinstance(getattr(data, each, None), int)), None)
-    return settings_of(plan) | ({} if name is None else {"data": {"init_args": {name: sizes[name]}}})
+    return settings | ({} if name is None else {"data": {"init_args": {name: sizes[name]}}})
 
 
-def _write(plan: Plan, given: Namespace, data: Any, accumulated: int) -> None:
+def _write(plan: Plan, given: Namespace, data: Any, trainer: Any) -> None:
     try:
         if given.json:
             Path(given.json).write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
         if given.yaml:
-            Path(given.yaml).write_text(yaml.safe_dump(_settings(plan, data, accumulated), sort_keys=False))
+            Path(given.yaml).write_text(yaml.safe_dump(_settings(plan, data, trainer), sort_keys=False))
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {reason(error)}; give another file") from error
     if given.page:

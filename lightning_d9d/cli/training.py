@@ -17,7 +17,7 @@ from typing import Any, cast
 import jsonargparse
 import yaml
 from jsonargparse import Namespace
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -35,7 +35,7 @@ from lightning_d9d.cli import refuse
 from lightning_d9d.cli.files import Written, check_checkpoint, check_files, with_class_of_d9d
 from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
 from lightning_d9d.cli.wording import MistakeError
-from lightning_d9d.errors import ConfigError, printable, reason
+from lightning_d9d.errors import ConfigError, did_you_mean, printable, reason
 from lightning_d9d.loop.interrupt import last_checkpoint
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 from lightning_d9d.paths import NamesPaths
@@ -45,6 +45,12 @@ from lightning_d9d.strategy.module import D9DModule
 _NO_PARAMETERS = "optimizer got an empty parameter list"
 """Torch's message when Lightning makes an optimizer of a model that is built when the run starts."""
 _NO_LOADER = re.compile(r"`(\w+_dataloader)` must be implemented to be used with the Lightning Trainer")
+_FEW_BATCHES = re.compile(r" ?`val_check_interval` \((\d+)\) must be less than .* training batches \((\d+)\)")
+_NO_METRIC = (
+    ("ModelCheckpoint", re.compile(r"`ModelCheckpoint\(monitor='(.+?)'\)` could not find .*?: \[(.*?)\]")),
+    ("EarlyStopping", re.compile(r"Early stopping conditioned on metric `(.+?)` which is not available.*: (`.*`)")),
+)
+"""Classes with a `monitor`, and Lightning's messages in a run that find no metric of that name."""
 
 
 class _Parser(LightningArgumentParser):
@@ -181,6 +187,13 @@ class D9DCLI(LightningCLI):
         """Add `predictions`, which only predict uses: all subcommands read the same files."""
         parser.add_argument("--predictions", type=PredictionFiles, default=PredictionFiles())
 
+    def after_fit(self) -> None:
+        """Log why an EarlyStopping ended the run, which the callback itself does only if it is `verbose`."""
+        for each in self.trainer.early_stopping_callbacks:
+            if self.trainer.should_stop and each.stopping_reason_message and not each.verbose:
+                why = each.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+                rank_zero_info(f"`Trainer.fit` stopped: {why}")
+
     def before_predict(self) -> None:
         """Make predict write its predictions, and not keep them in memory, too."""
         chosen = self.config_init["predict"]["predictions"]
@@ -306,10 +319,12 @@ class D9DCLI(LightningCLI):
         with self._placed(ConfigError):
             try:
                 super()._run_subcommand(subcommand)
-            except MisconfigurationException as error:
-                if not (found := _NO_LOADER.search(str(error))):
+            except (MisconfigurationException, ValueError, RuntimeError) as error:
+                if isinstance(error, MisconfigurationException) and (found := _NO_LOADER.search(str(error))):
+                    raise MistakeError(self._without(found[1], subcommand)) from error
+                if (refused := _refused_setting(str(error))) is None:
                     raise
-                raise MistakeError(self._without(found[1], subcommand)) from error
+                raise ConfigError(refused) from error
 
     def _without(self, loader: str, subcommand: str) -> str:
         """Return a message that the data lack a loader, with the place where they are configured."""
@@ -344,6 +359,23 @@ class D9DCLI(LightningCLI):
         if isinstance(strategy, str) and strategy.lower() not in words:
             subject = locate(Written(self._arguments), key.split("."), strategy)
             raise MistakeError(describe_class(strategy, subject, key, [Strategy], words))
+
+
+def _refused_setting(message: str) -> str | None:
+    """Return the setting that Lightning refuses in a run, with the remedy; None if the message is another one."""
+    if found := _FEW_BATCHES.match(message):
+        return (
+            f"val_check_interval={found[1]} is more than the {found[2]} training batches of an epoch; choose at most "
+            f"{found[2]}, or set check_val_every_n_epoch to null, which counts batches over epochs"
+        )
+    for kind, pattern in _NO_METRIC:
+        if found := pattern.match(message):
+            name, logged = found[1], re.findall(r"['`](.+?)['`]", found[2])
+            return (
+                f"monitor={name!r} of {kind} is not logged; choose one of {', '.join(logged)}, or log it with "
+                f"self.log({name!r}, ...){did_you_mean(name, logged)}"
+            )
+    return None
 
 
 def _factory(chosen: Namespace | None, kind: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,10 +72,12 @@ class OptimizerSettings:
         """Build the optimizer. Local.
 
         Raises:
-            ConfigError: Groups match nothing or overlap, or have a weight decay that the optimizer does not support.
+            ConfigError: Groups match nothing or overlap, or have a weight decay that the optimizer does not support. Or
+                the optimizer refuses its arguments or the parameters.
         """
         check_patterns(self.parameter_groups, parameters.names)
-        optimizer = self.optimizer(self._groups(parameters))
+        with _refusals("optimizer"):
+            optimizer = self.optimizer(self._groups(parameters))
         if isinstance(optimizer, MuonAdamW):
             optimizer = self.optimizer(self._groups(parameters, parameters.kind_of_matrix))
         for group in self.parameter_groups:
@@ -101,16 +104,31 @@ class OptimizerSettings:
             The schedule, if there is one.
 
         Raises:
-            ConfigError: The schedule is longer than the run, or its length is needed and unknown.
+            ConfigError: The schedule is longer than the run, or its length is needed and unknown, or it refuses its
+                arguments.
         """
         if self.lr_scheduler is None:
             return None
-        scheduler = self.lr_scheduler(optimizer)
+        with _refusals("lr_scheduler", "" if total_steps is None else f"; the run has {total_steps} optimizer steps"):
+            scheduler = self.lr_scheduler(optimizer)
         if isinstance(scheduler, PiecewiseLR) and scheduler.total_steps is None:
             scheduler.set_total_steps(total_steps)
         elif total_steps is not None:
             _check_length(scheduler, total_steps)
         return scheduler
+
+
+@contextmanager
+def _refusals(setting: str, advice: str = "") -> Iterator[None]:
+    """Name the setting in an error of the class that it makes."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        if str(error).startswith("Muon only supports 2D"):
+            advice = "; MuonAdamW takes all parameters, those that are not matrices with AdamW"
+        raise ConfigError(f"`{setting}` cannot be made: {error}{advice}") from error
 
 
 def _check_length(scheduler: LRScheduler, total_steps: int) -> None:

@@ -61,5 +61,5 @@ class MicrobatchCount:
         if rows % value != 0:
             raise ConfigError(
                 f"the first batch has {rows} rows, which {name}={value} does not divide; choose {name} from "
-                f"{divisors(rows)} or change the DataLoader's batch_size"
+                f"{divisors(rows)} or change the DataLoader's `batch_size`"
             )

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_d9d.checkpoint import check_tied_parameters, is_directory, open_directory, tied_names
-from lightning_d9d.checkpoint.directory import refuse_others
+from lightning_d9d.checkpoint.directory import refuse_others, what_differs
 from lightning_d9d.checkpoint.torch_files import check_archive, is_archive, read_saved
 from lightning_d9d.errors import StateError, StateNotFoundError, printable_arguments, reason
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
@@ -222,13 +222,16 @@ def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bo
     except RuntimeError as error:
         ours = {k: list(v.shape) for k, v in module.state_dict().items() if isinstance(v, Tensor)}
         theirs = {k: list(v.shape) for k, v in state.items() if isinstance(v, Tensor)}
-        both = [name for name in ours if name in theirs]
+        misfits = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+        missing = [name for name in ours if name not in theirs]
+        unexpected = [name for name in theirs if name not in ours]
         differences = [
-            *(f"{k} has shape {theirs[k]} in the file, {ours[k]} in the model" for k in both if ours[k] != theirs[k]),
-            *(f"{name} is not in the file" for name in ours if name not in theirs),
-            *(f"{name} is not in the model" for name in theirs if name not in ours),
-        ] or [str(error)]
+            *(f"{name} has shape {theirs[name]} in the file, {ours[name]} in the model" for name in misfits),
+            *(f"{name} is not in the file" for name in missing),
+            *(f"{name} is not in the model" for name in unexpected),
+        ]
+        what = what_differs(misfits, missing + unexpected) if differences else "is of another model"
         raise StateError(
-            f"checkpoint {str(path)!r} is of another model: {first_of(differences)}. Build the module as it was when "
-            "it was saved, or give another ckpt_path"
+            f"checkpoint {str(path)!r} {what}: {first_of(differences or [str(error)])}. Build the module as it was "
+            "when it was saved, or give another ckpt_path"
         ) from error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import Axis
-from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.pipeline.executor import SplitBatch
 from lightning_d9d.strategy.fit_memory import BatchShape, FitMemory
@@ -46,11 +49,27 @@ class StepChecks:
         return self.is_first_batch and batch_index == 0
 
     def split(self, split: SplitBatch, forward_context: Any) -> None:
-        """Check, with the first batch, that it fits into memory and that stages support parts of sequences."""
+        """Check, with the first batch, that it fits into memory and that stages support its parts. Collective."""
         if self.is_first_batch:
             self._memory.check(BatchShape.of(split))
+            self._warn_of_batch_norms(split.num_counted)
         self._sequences.check(split.microbatches[0], forward_context)
         self.is_first_batch = False
+
+    def _warn_of_batch_norms(self, num_microbatches: int) -> None:
+        """Warn that the number of microbatches changes the result, if a stage on any rank has a batch norm."""
+        norms = {
+            f"{name} ({type(norm).__name__})": None
+            for stage in self._module.stages
+            for name, norm in stage.named_modules()
+            if isinstance(norm, _BatchNorm) and norm.training
+        }
+        if (names := sorted(Ranks().merge(norms))) and num_microbatches > 1:
+            rank_zero_warn(
+                f"each of the {num_microbatches} microbatches of a batch is normalized by its own statistics, not by "
+                f"those of the batch, in {first_of(names)}. So the number of microbatches changes the result; take "
+                "another norm, such as GroupNorm, or one microbatch"
+            )
 
     def frozen_alike(self) -> None:
         """Check at the beginning of an epoch that the ranks of a stage sum the gradients of the same parameters.

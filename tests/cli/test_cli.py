@@ -12,7 +12,7 @@ import torch
 import yaml
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_d9d import D9DStrategy
+from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.cli import D9DCLI, main
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.errors import ConfigError
@@ -86,6 +86,16 @@ def test_nested_override_keeps_the_rest():
     cli = build("--config", TINY, "--model.config.num_hidden_layers", "2", "--trainer.strategy.schedule", "gpipe")
     assert cli.model.config.num_hidden_layers == 2
     assert cli.model.config.hidden_size == 128
+
+
+def test_a_mesh_on_the_command_line_keeps_the_degrees_that_it_does_not_name(tmp_path: Path):
+    config = tmp_path / "mesh.yaml"
+    mesh = "mesh: {pipeline_parallel: 2, data_parallel_replicate: 2}"
+    config.write_text(f"trainer: {{devices: 4, strategy: {{class_path: D9DStrategy, init_args: {{{mesh}}}}}}}\n")
+    files = ("--config", TINY, "--config", str(config))
+    for given, replicas in {"{tensor_parallel: 2}": 2, "{tensor_parallel: 2, data_parallel_replicate: 1}": 1}.items():
+        expected = MeshConfig(pipeline_parallel=2, data_parallel_replicate=replicas, tensor_parallel=2)
+        assert build(*files, "--trainer.strategy.mesh", given).trainer.strategy.mesh_config == expected
 
 
 @pytest.mark.parametrize(

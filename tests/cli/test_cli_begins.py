@@ -210,3 +210,17 @@ def test_json_is_said_to_be_read_as_it_is(folder: Path, caplog: pytest.LogCaptur
     assert caplog.messages == [
         "texts.jsonl is read as plain text, names and braces too; give files with the texts alone"
     ]
+
+
+@pytest.mark.parametrize(("setting", "lines"), [("stopping_threshold: 1.0e+9", 1), ("patience: 9", 0)])
+def test_an_early_stop_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str, lines: int
+) -> None:
+    stopping = f"  - class_path: EarlyStopping\n    init_args: {{monitor: train_loss, {setting}}}\n"
+    (folder / "run.yaml").write_text(CONFIG + stopping)
+    short = ("--trainer.max_steps", "4", "--trainer.limit_train_batches", "1")
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+    assert run(monkeypatch, "fit", "--config", "run.yaml", *short) == 0
+    said = [text for each in caplog.records if "stopped: Stopping threshold" in (text := each.getMessage())]
+    assert len(said) == lines
+    assert all(text.endswith(" < 1000000000.0.") and "reached: train_loss = " in text for text in said)

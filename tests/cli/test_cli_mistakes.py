@@ -180,6 +180,14 @@ ON_THE_COMMAND_LINE = {
         "StepLR needs step_size; give --lr_scheduler.step_size VALUE behind it, or set step_size: VALUE below its "
         "init_args: in a file\n"
     ),
+    ("--model.optimizer", "AdamW", "--model.lr_scheduler", "OneCycleLR"): (
+        "OneCycleLR needs max_lr; give --model.lr_scheduler.max_lr VALUE behind it, or set max_lr: VALUE below its "
+        "init_args: in a file\n"
+    ),
+    ("--model.optimizer", "AdamW", "--model.lr_scheduler", "ReduceLROnPlateau"): (
+        "--model.lr_scheduler: several classes have the name ReduceLROnPlateau; give the full one: "
+        "torch.optim.lr_scheduler.ReduceLROnPlateau or lightning.pytorch.cli.ReduceLROnPlateau\n"
+    ),
     ("--model", "my_package.Model"): (
         "--model: my_package.Model cannot be imported: No module named 'my_package'\n"
         "its package must be installed, or the folder that has it in PYTHONPATH\n"
@@ -212,7 +220,7 @@ ON_THE_COMMAND_LINE = {
         "--trainer.strategy.grad_sync.bucket_mb: GradSyncConfig.bucket_mb=-1.0 must be greater than 0\n"
     ),
     ("--optimizer", "AdamW"): (
-        "run.yaml, line 5: learning_rate=0.001 of Qwen3MoePretraining has no effect beside `optimizer`, which has "
+        "--optimizer: learning_rate=0.001 of Qwen3MoePretraining has no effect beside `optimizer`, which has "
         "its own settings; set them in `optimizer` or `lr_scheduler`, or leave `optimizer` out\n"
     ),
     ("--model.optimizer", "AdamW", "--model.optimizer.lrr", "1"): (
@@ -225,7 +233,15 @@ ON_THE_COMMAND_LINE = {
     ),
     ("--trainer.strategy.microbatch_size", "3", *QUIET): (
         "--trainer.strategy.microbatch_size: the first batch has 8 rows, which microbatch_size=3 does not divide; "
-        "choose microbatch_size from [1, 2, 4, 8] or change the DataLoader's batch_size\n"
+        "choose microbatch_size from [1, 2, 4, 8] or change the DataLoader's `batch_size`\n"
+    ),
+    ("--data.batch_size", "6", *QUIET): (
+        "--data.batch_size: the first batch has 6 rows, which microbatch_size=4 does not divide; choose "
+        "microbatch_size from [1, 2, 3, 6] or change the DataLoader's `batch_size`\n"
+    ),
+    ("--trainer.val_check_interval", "5", "--trainer.limit_train_batches", "3", *QUIET[:4]): (
+        "--trainer.val_check_interval: val_check_interval=5 is more than the 3 training batches of an epoch; choose at "
+        "most 3, or set check_val_every_n_epoch to null, which counts batches over epochs\n"
     ),
     ("--trainer.strategy.mesh.pipeline_parallel", "2", "--trainer.devices", "3"): (
         "--trainer.strategy.mesh.pipeline_parallel: MeshConfig.pipeline_parallel=2 does not divide 3 ranks: the "
@@ -262,9 +278,43 @@ ON_THE_COMMAND_LINE |= {
         "did you mean 'last.ckpt'?\n"
     ),
 }
+INSIDE_OF_A_VALUE = {
+    ("--data.init_args", "{batch_size: eight}"): (
+        "--data.init_args: data.batch_size must be a whole number or null, not 'eight'\n"
+    ),
+    ("--config", "{trainer: {max_steps: ten}}"): "--config: trainer.max_steps must be a whole number, not 'ten'\n",
+    ("--config", "{trainer: {max_stepz: 10}}"): (
+        "--config: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
+        "`lightning-d9d fit --help` lists what trainer takes\n"
+    ),
+    ("--trainer.callbacks+={class_path: TextSample, init_args: {context_length: ten}}",): (
+        "--trainer.callbacks+: trainer.callbacks.context_length must be a whole number, not 'ten'\n"
+    ),
+    ("--trainer.strategy.mesh", "{pipeline_parallel: 3}"): (
+        "--trainer.strategy.mesh: MeshConfig.pipeline_parallel=3 does not divide 1 rank: at most 1 fits\n"
+    ),
+    ("--model", "{class_path: Qwen3MoePretraining, init_args: {preset: tiny, warmup_steps: -1}}"): (
+        "--model: Qwen3MoePretraining got warmup_steps=-1; it must be at least 0\n"
+    ),
+}
+"""Mistakes in a mapping that an option has as its value; `run.yaml` has another value for most of them."""
 IN_THE_FILE = {
     ("  - class_path: TextSample\n", "  - class_path: EarlyStopping\n  - class_path: TextSample\n"): (
         "run.yaml, line 19: EarlyStopping needs monitor; set monitor: VALUE below its init_args:\n"
+    ),
+    ("    learning_rate: 1e-3\n", "    lr_scheduler: {class_path: OneCycleLR}\n"): (
+        "run.yaml, line 5: OneCycleLR needs max_lr; set max_lr: VALUE below its init_args:\n"
+    ),
+    ("    learning_rate: 1e-3\n", "    optimizer: {class_path: Muon}\n"): (
+        "run.yaml, line 5: `optimizer` cannot be made: Muon only supports 2D parameters whereas we found a parameter "
+        "with size: torch.Size([8, 256, 128]); MuonAdamW takes all parameters, those that are not matrices with AdamW\n"
+    ),
+    (
+        "    learning_rate: 1e-3\n",
+        "    optimizer: {class_path: AdamW}\n    lr_scheduler: {class_path: OneCycleLR, init_args: {max_lr: 0.1}}\n",
+    ): (
+        "run.yaml, line 6: `lr_scheduler` cannot be made: You must define either total_steps OR (epochs AND "
+        "steps_per_epoch); the run has 4 optimizer steps\n"
     ),
     ("max_steps", "max_stepz"): (
         "run.yaml, line 11: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
@@ -331,6 +381,9 @@ def test_found_before_torch_is_imported(arguments: tuple[str, ...], message: str
     assert (done.stderr, done.stdout, done.returncode) == (f"error: {message}", "False\n", 2)
 
 
+ON_THE_COMMAND_LINE |= INSIDE_OF_A_VALUE
+
+
 @pytest.mark.parametrize(("arguments", "message"), ON_THE_COMMAND_LINE.items(), ids=map(" ".join, ON_THE_COMMAND_LINE))
 def test_on_the_command_line(
     arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -380,6 +433,21 @@ def test_kinds_of_loggers_are_listed_and_no_other_iterables(
     assert {"CSVLogger", "TensorBoardLogger", "WandbLogger"} <= {*names.split(", ")}
     assert "Artist" not in names
     assert "Loader" not in names
+
+
+@pytest.mark.parametrize(("callback", "others"), [("EarlyStopping", ""), ("ModelCheckpoint", ", epoch, step")])
+def test_a_monitor_that_nothing_logs(
+    callback: str, others: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = f"{{class_path: {callback}, init_args: {{monitor: val_los}}}}"
+    (folder / "more.yaml").write_text(f"trainer:\n  callbacks:\n  - {chosen}\n")
+    short = ("--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1", *QUIET[:4])
+    printed = refusal(monkeypatch, capsys, *FIT, "--config", "more.yaml", *short)
+    assert "Traceback" not in printed
+    assert printed.splitlines()[-1] == (
+        f"error: more.yaml, line 3: monitor='val_los' of {callback} is not logged; choose one of train_loss, val_loss, "
+        f"val_perplexity{others}, or log it with self.log('val_los', ...); did you mean 'val_loss'?"
+    )
 
 
 class OnlyTraining(L.LightningDataModule):

@@ -53,6 +53,30 @@ def test_the_best_plan_is_that_of_the_file_with_its_settings(
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--trainer.devices", "[0, 2]"), {"devices": [0, 2], "num_nodes": 1}),
+        (("--trainer.devices", "4", "--trainer.num_nodes", "2", "--world_size", "8"), {"devices": 4, "num_nodes": 2}),
+        (("--trainer.devices", "4", "--world_size", "2"), {"devices": 2, "num_nodes": 1}),
+        (("--world_size", "32"), {"devices": 8, "num_nodes": 4}),
+        (("--world_size", "8", "--gpus_per_node", "4"), {"devices": 4, "num_nodes": 2}),
+        (("--world_size", "8", "--gpus_per_node", "6"), {}),
+    ],
+)
+def test_the_written_settings_have_the_ranks_where_they_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], expected: dict[str, object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG.format(rows="batch_size: 4", strategy="microbatch_size: 1", accumulated=1))
+    written = ("--yaml", "best.yaml", "--gpu", "h100")
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "plan", "--config", "run.yaml", *options, *written])
+    main()
+    settings = yaml.safe_load(Path("best.yaml").read_text())["trainer"]
+    assert {name: value for name, value in settings.items() if name != "strategy"} == expected
+    assert settings["strategy"]["class_path"] == "D9DStrategy"
+
+
+@pytest.mark.parametrize(
     ("devices", "num_ranks"),
     [("4", 8), ("[0, 1]", 4), ("auto", "'auto' does not say how many ranks run; pass --world_size")],
 )

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, StateError
 from lightning_d9d.callbacks import InitialWeights
+from lightning_d9d.peft import LoRA, inject
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, loader, trainer
@@ -101,6 +102,30 @@ def test_another_optimizer_is_refused(tmp_path: Path, mode: Any) -> None:
     if mode == "consolidated":
         with pytest.raises(StateError, match=r"step.ckpt' cannot be loaded: .*different number of parameter groups"):
             run(TwoGroups(), path)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (
+            LoRA(3, targets=["0"]),
+            r"another rank: (model\.)?net\.0\.lora\.a has shape \[2, 8\] in the \w+, \[3, 8\] in the model;",
+        ),
+        (LoRA(2, targets=["3"]), r"other weights: (model\.)?net\.3\.lora\.a is not in the \w+;"),
+    ],
+)
+def test_other_adapters_are_no_other_model(tmp_path: Path, mode: Any, other: LoRA, expected: str) -> None:
+    def run(method: LoRA, path: Path | None = None) -> L.Trainer:
+        module = Plain(batch_norm=False)
+        inject(module, method)
+        run = trainer(D9DStrategy(checkpoint=CheckpointConfig(mode=mode)), max_epochs=2 if path else 1)
+        run.fit(module, loader(16), ckpt_path=path)
+        return run
+
+    run(LoRA(2, targets=["0"])).save_checkpoint(tmp_path / "step.ckpt")
+    with pytest.raises(StateError, match=f"step.ckpt' .*has LoRA adapters of {expected}"):
+        run(other, tmp_path / "step.ckpt")
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, WeightedLoss
+from lightning_d9d import BlockSequence, ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, StageInfo, WeightedLoss
 from lightning_d9d.optim import StochasticAdamW
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -217,6 +219,34 @@ def test_a_run_resumed_before_its_short_last_batch_goes_on(tmp_path: Path) -> No
         run.fit(Watch(), DataLoader(staged_rows(10), batch_size=4), ckpt_path=checkpoint)  # type: ignore[arg-type]
         run.save_checkpoint(tmp_path / "step.ckpt")
     assert seen == [4, 4, 2, 4]
+
+
+class BatchNormed(Staged):
+    """Has a batch norm, which is in the second stage if there are two."""
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        return BlockSequence([nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 4)], stage)
+
+
+def warnings_of_norms(num_microbatches: int, devices: int = 1, device: str = "cpu", **axes: int) -> list[str]:
+    strategy = D9DStrategy(mesh=MeshConfig(**axes), num_microbatches=num_microbatches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(strategy, devices, device, max_epochs=2).fit(BatchNormed(), DataLoader(staged_rows(8), batch_size=4))
+    return [text for each in caught if "statistics" in (text := str(each.message))]
+
+
+def test_a_batch_norm_with_several_microbatches_warns_once() -> None:
+    [warning] = warnings_of_norms(2)
+    assert "each of the 2 microbatches of a batch is normalized by its own statistics" in warning
+    assert "in 2 (BatchNorm1d). So the number of microbatches changes the result;" in warning
+    assert warnings_of_norms(1) == []
+
+
+@pytest.mark.ranks(2)
+def test_the_first_rank_warns_of_a_batch_norm_on_another(rank: RankContext) -> None:
+    found = warnings_of_norms(2, 2, str(rank.device), pipeline_parallel=2)
+    assert ["in 2 (BatchNorm1d)" in each for each in found] == ([True] if rank.rank == 0 else [])
 
 
 def test_losses_of_two_kinds_are_refused() -> None:
