@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors, nearest
 from lightning_d9d.ops import Permutation, all_to_all_copies, all_to_all_rows, moe_unpermute
-from lightning_d9d.ops.messages import give_way, launched, sending, sending_after
+from lightning_d9d.ops.messages import give_way, launched, sending, sending_after, takes_turns
 from lightning_d9d.ops.moe_permute import sort_by_expert
 from lightning_d9d.ops.peer_exchange import PeerPlan
 
@@ -147,8 +148,9 @@ class AllToAllDispatch:
         to_ranks = sort_by_expert(once, self.num_ranks + 1)
         copies = (ranks.view(-1, 1) == torch.arange(self.num_ranks, device=ranks.device)).sum(0)
         counts = torch.stack([to_ranks.counts[:-1], copies])
-        with sending():
-            on_host = self._gather(counts).to("cpu", non_blocking=True)
+        with sending() if takes_turns() else nullcontext():  # the compiler does not enter others
+            traffic = self._gather(counts)  # kept until the copy is made
+            on_host = traffic.to("cpu", non_blocking=True)
             is_on_host = torch.cuda.current_stream().record_event() if counts.is_cuda else None
         # While the host waits, as many rows as a token can have at most are made. Experts are exact in float32.
         wide = torch.promote_types(weights.dtype, torch.float32)
@@ -162,7 +164,7 @@ class AllToAllDispatch:
         sent, received, num_rows = self._splits(on_host.tolist())
 
         of_x, of_notes = made or _made(to_ranks, x, notes)
-        with sending_after(point):
+        with sending_after(point) if takes_turns() else nullcontext():
             x = all_to_all_copies(x, of_x, to_ranks, received, sent, self.group_name)
             notes = all_to_all_copies(notes, of_notes, to_ranks, received, sent, self.group_name)
         to_ranks = to_ranks._replace(num_rows=sum(sent))

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_d9d.waits import waiting
 
 
-class Turns(Protocol):
+class TakesTurns(Protocol):
     """Two microbatches of one rank, of which one runs at a time."""
 
     stream: torch.cuda.Stream | None
@@ -34,7 +34,7 @@ class Turns(Protocol):
 class Sent:
     """A message that may still be on its way."""
 
-    turns: Turns | None = None
+    turns: TakesTurns | None = None
     """The microbatches that take turns, if this one gives way to another."""
     event: torch.cuda.Event | None = None
     """The end of the message on its stream; None if it was sent on the current one, or by the host."""
@@ -58,7 +58,7 @@ class Sent:
 class _State:
     """Variables that all threads of a process share: autograd calls operators from several."""
 
-    turns: Turns | None = None
+    turns: TakesTurns | None = None
     is_sending = False
     has_given_way = False
     after: torch.cuda.Event | None = None
@@ -68,7 +68,7 @@ _state = _State()
 
 
 @contextmanager
-def taking_turns(turns: Turns) -> Generator[None]:
+def taking_turns(turns: TakesTurns) -> Generator[None]:
     """Let messages run beside the computation of two microbatches, in all threads. Local."""
     _state.turns = turns
     try:
@@ -77,15 +77,23 @@ def taking_turns(turns: Turns) -> Generator[None]:
         _state.turns = None
 
 
+def takes_turns() -> bool:
+    """Return whether two microbatches take turns now. Local."""
+    return _state.turns is not None
+
+
 @contextmanager
 def sending() -> Generator[Sent]:
     """Wrap what launches a message. Inside of another message it changes nothing. Local.
 
-    `Sent.wait` must follow, before the message's results are used. With `taking_turns` tensors that are made inside
-    belong to the stream of messages: give them to `Sent.wait`.
+    Results may be used after `Sent.wait`, or after the host has waited for an event that was recorded inside. With
+    `taking_turns` tensors that are made inside belong to the stream of messages: give them to `Sent.wait`.
     """
     turns = _state.turns
-    if turns is None or _state.is_sending:
+    if _state.is_sending:
+        yield Sent()
+        return
+    if turns is None:
         with waiting():
             yield Sent()
         return
@@ -93,7 +101,8 @@ def sending() -> Generator[Sent]:
     _state.is_sending = True
     try:
         if turns.stream is None:
-            yield sent
+            with waiting():
+                yield sent
             return
         after = _state.after or _reached(torch.cuda.current_stream())
         with torch.cuda.stream(turns.stream):

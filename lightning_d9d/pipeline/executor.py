@@ -124,8 +124,8 @@ class Executor:
         stage_context: Context that is opened inside `forward_context`, around a stage only: losses are computed
             outside.
         before_first: Called before the first forward of a stage, with the stage and its arguments.
-        pairs_on: Device on which the forward and the backward of an overlapped pair take turns. None: one runs after
-            the other.
+        pairs_on: Device on which the forward and the backward of an overlapped pair take turns, if they are of two
+            stages. None: one runs after the other, as with an `observer`.
     """
 
     def __init__(
@@ -279,12 +279,15 @@ class _Run:
 
     def _pair(self, first: ComputeAction, second: ComputeAction) -> None:
         device = self.executor.pairs_on
-        if device is None or isinstance(first, Forward) == isinstance(second, Forward):
+        is_forward_and_backward = isinstance(first, Forward) != isinstance(second, Forward)
+        # FSDP2 has one state for a stage, and spans of actions in turns would contain each other.
+        is_one_stage, is_measured = first.stage == second.stage, self.executor.observer is not None
+        if device is None or not is_forward_and_backward or is_one_stage or is_measured:
             self.run(first)
             self.run(second)
         else:
-            own, beside = (first, second) if isinstance(first, Forward) else (second, first)
-            Turns(device).run(partial(self.run, own), partial(self.run, beside))
+            forward, backward = (first, second) if isinstance(first, Forward) else (second, first)
+            Turns(device).run(partial(self.run, forward), partial(self.run, backward))
 
     def _forward(self, stage: int, microbatch: int) -> None:
         executor = self.executor

@@ -20,7 +20,7 @@ _Moment = float | torch.cuda.Event
 
 
 class Observer(Protocol):
-    """An observer of an executor's compute actions, one after the other; it sees both parts of a pair."""
+    """An observer of an executor's compute actions, one after the other; with it pairs do not take turns."""
 
     def span(self, action: Action) -> AbstractContextManager[None]:
         """Wrap the computation of an action, on a rank that has all its inputs. Local."""

@@ -1,12 +1,12 @@
-"""Two actions of a rank that take turns: one runs on the host at a time, until it sends tokens to experts.
+"""The forward of one microbatch and the backward of another take turns, which change where tokens go to experts.
 
-[Note: turns] The forward of one microbatch and the backward of another are Python and autograd calls that cannot be
-interrupted from outside. So the second one has a thread, and each gives way where it sends a message. The device then
-has the computation of both in one stream, in turns, and messages of one run beside the computation of the other. One
-thread runs at a time, so nothing else needs a lock. The order of turns follows from the program, never from time.
+[Note: turns] Forwards and backwards are calls of Python and autograd that cannot be interrupted from outside. So the
+backward has a thread, and each of the two gives way where it sends a message. The device then has the computation of
+both in one stream, in turns, and messages of one run beside the computation of the other. One thread runs at a time, so
+nothing else needs a lock. The order of turns follows from the program, never from time.
 
-The second action's backward runs in its own thread, not in autograd's thread of the device. Otherwise it would block
-that thread while it waits for its turn, and a loss that calls `torch.autograd.grad` would wait forever.
+The backward runs in its own thread, not in autograd's thread of the device. Otherwise it would block that thread while
+it waits for its turn, and a loss that calls `torch.autograd.grad` would wait forever.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_d9d.ops.messages import taking_turns
 
-_RandomState = tuple[torch.Tensor, torch.Tensor | None]
+FORWARD, BACKWARD = 0, 1
+
+
+class _ProcessState(NamedTuple):
+    """Variables of the process that forwards and recomputations set: each action has its own."""
+
+    dtype: torch.dtype
+    random: Tensor
+    random_of_device: Tensor | None
 
 
 class _Stopped(BaseException):
@@ -29,7 +38,7 @@ class _Stopped(BaseException):
 
 
 class Turns:
-    """Runs two actions in turns. See [Note: turns].
+    """Runs the forward and the backward of a pair in turns. See [Note: turns].
 
     Args:
         device: Device of this rank.
@@ -38,86 +47,100 @@ class Turns:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = _stream_of_messages(device) if device.type == "cuda" else None
-        self._running = 0
-        self._gates = threading.Semaphore(0), threading.Semaphore(0)
+        self._running = FORWARD
+        self._gates = threading.Lock(), threading.Lock()
+        for gate in self._gates:
+            gate.acquire()
         self._is_done = [False, False]
-        self._states: dict[int, _RandomState] = {}
-        """States of random numbers where an action gave way, or ended, by action."""
+        self._states = [self._state(), self._state()]
         self._failure: BaseException | None = None
 
-    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both to their ends, the second one in another thread. Local.
+    def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        """Run both to their ends, the backward in another thread. Local.
+
+        Random numbers continue from those of the forward. A backward that draws some outside of recomputations gets the
+        same as the forward.
 
         Raises:
             BaseException: The first failure of either; the other ends at its next message.
         """
-        inside = torch.cuda.stream(torch.cuda.current_stream(self.device)) if self.stream else nullcontext()
-        context = contextvars.copy_context()
+        stream = torch.cuda.current_stream(self.device) if self.stream else None
 
         def beside() -> None:
-            self._wait(1)
-            with inside, torch.autograd.set_multithreading_enabled(False):
-                self._act(1, second)
+            if stream is not None:
+                torch.cuda.set_stream(stream)  # and its device
+            with torch.autograd.set_multithreading_enabled(False):
+                backward()
 
-        thread = threading.Thread(target=context.run, args=(beside,), name="second of a pair", daemon=True)
+        def in_thread() -> None:
+            self._wait(BACKWARD)
+            self._act(BACKWARD, beside)
+
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(in_thread,), name="backward of a pair", daemon=True)
         thread.start()
         with taking_turns(self):
-            self._act(0, first)
-            self._insist(thread.join)
-        if self._failure is not None:
-            raise self._failure
-        self._take_random_state(self._states[0])  # not that of a recomputation in the second one
+            self._act(FORWARD, forward)
+            self._insist(thread.is_alive, thread.join)
+        self._take_state(FORWARD)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # a cycle with this frame would keep activations alive
 
     def give_way(self) -> None:
         """Let the other action run until it gives way, too, or ends. Local."""
         own, other = self._running, 1 - self._running
         if not self._is_done[other]:
-            self._keep_random_state(own)
+            self._states[own] = self._state()
             self._pass_to(other)
             self._wait(own)
-            self._take_random_state(self._states[own])
+            self._take_state(own)
         if self._failure is not None:
             raise _Stopped
 
     def _act(self, side: int, action: Callable[[], None]) -> None:
         try:
             if self._failure is None:
+                self._take_state(side)
                 action()
-            self._keep_random_state(side)
         except _Stopped:
             pass
         except BaseException as error:
             self._failure = self._failure or error
+        self._states[side] = self._state()
         self._is_done[side] = True
         if not self._is_done[1 - side]:
             self._pass_to(1 - side)
 
     def _pass_to(self, side: int) -> None:
         self._running = side
-        self._gates[side].release()
+        if self._gates[side].locked():
+            self._gates[side].release()
 
     def _wait(self, side: int) -> None:
-        self._insist(self._gates[side].acquire)
+        self._insist(lambda: self._running != side, self._gates[side].acquire)
 
-    def _insist(self, wait: Callable[[], object]) -> None:
+    def _insist(self, goes_on: Callable[[], bool], wait: Callable[[], object]) -> None:
         """Wait to the end: what a signal handler raises meanwhile stops both actions, at their next messages."""
-        is_over = False
-        while not is_over:
+        while goes_on():
             try:
                 wait()
-                is_over = True
             except BaseException as error:
                 self._failure = self._failure or error
 
-    def _keep_random_state(self, side: int) -> None:
+    def _state(self) -> _ProcessState:
         on_device = torch.cuda.get_rng_state(self.device) if self.stream else None
-        self._states[side] = torch.get_rng_state(), on_device
+        return _ProcessState(torch.get_default_dtype(), torch.get_rng_state(), on_device)
 
-    def _take_random_state(self, state: _RandomState) -> None:
-        on_host, on_device = state
-        torch.set_rng_state(on_host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, self.device)
+    def _take_state(self, side: int) -> None:
+        state = self._states[side]
+        torch.set_default_dtype(state.dtype)
+        torch.set_rng_state(state.random)
+        if state.random_of_device is not None:
+            torch.cuda.set_rng_state(state.random_of_device, self.device)
 
 
 @functools.cache

@@ -317,6 +317,18 @@ def test_the_host_waits_for_nothing_but_the_counts(rank: RankContext) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_compiler_breaks_only_where_the_host_reads_the_counts(rank: RankContext) -> None:
+    mesh = init_device_mesh(rank.device.type, (2,))
+    moe = SparseMoE(HIDDEN, INTERMEDIATE, NUM_EXPERTS, 3, normalize=True, initializer_range=0.3).to(rank.device)
+    moe.experts = shard(moe.experts, mesh)
+    moe.dispatch = AllToAllDispatch(NUM_EXPERTS, mesh.get_group())
+    found = torch._dynamo.explain(moe)(torch.randn(4 + rank.rank, HIDDEN, device=rank.device))
+    places = {(each.user_stack[-1].filename, each.user_stack[-1].lineno) for each in found.break_reasons}
+    assert len(places) == 1
+    assert places.pop()[0] == dispatch.__file__
+
+
+@pytest.mark.ranks(2)
 def test_a_whole_mixture(rank: RankContext) -> None:
     """The mixture has its router, whose parameter each rank holds."""
     mesh = init_device_mesh(rank.device.type, (2,))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.ops import linear
+from lightning_d9d.ops.messages import give_way
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
@@ -58,8 +59,23 @@ class Layer(nn.Module):
         return checkpoint(self._run, x, use_reentrant=False) if self.recompute else self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
+        x = GivesWay.apply(x)
         x = x + linear(x * self.gain, self.weight, self.bias).tanh()
         return x + linear(x, self.weight).tanh() * (1 + self.weight.diagonal()) if self.shared else x
+
+
+class GivesWay(torch.autograd.Function):
+    """Lets the other action of a pair run, where a mixture of experts would send messages: forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        give_way()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        give_way()
+        return gradient
 
 
 class Part(nn.Module):
