@@ -556,7 +556,7 @@ MUTATIONS = [
     Mutation(
         "actions of a pair share random numbers",
         "lightning_d9d/pipeline/turns.py",
-        "            self._take_random_state(self._states[own])\n",
+        "            self._take_state(own)\n",
         "",
         "tests/pipeline/test_turns.py -k random_numbers",
     ),

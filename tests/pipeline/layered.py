@@ -49,9 +49,9 @@ def dtype_on(device: torch.device) -> torch.dtype:
 class Layer(nn.Module):
     """A product whose weight gradient can wait, a gain whose gradient cannot; `shared` meets the weight both ways."""
 
-    def __init__(self, shared: bool, recompute: bool) -> None:
+    def __init__(self, shared: bool, recompute: bool, gives_way: bool) -> None:
         super().__init__()
-        self.shared, self.recompute = shared, recompute
+        self.shared, self.recompute, self.gives_way = shared, recompute, gives_way
         self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
         self.bias, self.gain = nn.Parameter(torch.empty(WIDTH)), nn.Parameter(torch.empty(WIDTH))
 
@@ -59,7 +59,8 @@ class Layer(nn.Module):
         return checkpoint(self._run, x, use_reentrant=False) if self.recompute else self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
-        x = GivesWay.apply(x)
+        if self.gives_way:
+            x = GivesWay.apply(x)
         x = x + linear(x * self.gain, self.weight, self.bias).tanh()
         return x + linear(x, self.weight).tanh() * (1 + self.weight.diagonal()) if self.shared else x
 
@@ -88,13 +89,14 @@ class Part(nn.Module):
         shared: bool = False,
         recompute: bool = False,
         frozen: tuple[str, ...] = (),
+        gives_way: bool = False,
     ) -> None:
         super().__init__()
         self.stage = stage
         if stage.is_first or (tied and stage.is_last):
             self.embedding = nn.Embedding(VOCAB, WIDTH)
         first, last = (i * NUM_LAYERS // stage.num_stages for i in (stage.index, stage.index + 1))
-        self.layers = nn.ModuleDict({str(i): Layer(shared, recompute) for i in range(first, last)})
+        self.layers = nn.ModuleDict({str(i): Layer(shared, recompute, gives_way) for i in range(first, last)})
         if stage.is_last and not tied:
             self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         for name, parameter in self.named_parameters():

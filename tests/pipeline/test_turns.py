@@ -24,7 +24,7 @@ from lightning_d9d.parallel import ParallelConfig, recompute_activations
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.turns import Turns
 from lightning_d9d.pipeline.types import StageInputs, WeightedLoss
-from lightning_d9d.schedule import Action, DualPipeV, Overlapped, WrittenProgram
+from lightning_d9d.schedule import Action, DualPipeV, Overlapped, Schedule, WrittenProgram
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.pipeline.layered import KINDS, GivesWay, Rig, cut_of, of_one_process, pipeline_mesh
@@ -198,12 +198,17 @@ def test_each_action_has_the_random_numbers_that_it_would_draw_alone() -> None:
     assert_bitwise_equal("drawn", torch.stack([*drawn_in_turn, torch.rand(2)]), expected)
 
 
+def in_turns(schedule: Schedule, mesh: MeshDomains | None, device: torch.device, kind: str) -> Rig:
+    """Return stages whose layers give way, forward and backward."""
+    return Rig(schedule, mesh, device, {**KINDS[kind], "gives_way": True}, overlaps_pairs=True)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["tied", "recompute"])
 def test_pipelines_of_two_ranks(rank: RankContext, kind: str) -> None:
     expected = of_one_process(kind, 9, rank.device)
     with pipeline_mesh(rank) as mesh:
-        rig = Rig(DualPipeV(), mesh, rank.device, KINDS[kind], overlaps_pairs=True)
+        rig = in_turns(DualPipeV(), mesh, rank.device, kind)
         for count in (4, 5, 9):
             rig.check(count, expected[count - 1])
         rig.close()
@@ -217,7 +222,7 @@ def test_random_programs(rank: RankContext) -> None:
         for program in drawn(programs(num_ranks=2), 40):
             if program.is_forward_only:
                 continue
-            rig = Rig(WrittenProgram(text=str(program)), mesh, rank.device, KINDS["shared"], overlaps_pairs=True)
+            rig = in_turns(WrittenProgram(text=str(program)), mesh, rank.device, "shared")
             try:
                 rig.check(program.num_microbatches, expected[program.num_microbatches - 1])
             except BaseException as error:
@@ -243,7 +248,7 @@ class Measured:
     ids=["two stages", "measured", "one stage"],
 )
 def test_pairs_that_take_turns(program: str, observer: Measured | None, takes_turns: bool) -> None:
-    rig = Rig(WrittenProgram(text=program), None, CPU, KINDS["shared"], overlaps_pairs=True)
+    rig = in_turns(WrittenProgram(text=program), None, CPU, "shared")
     rig.executor.observer = observer
     threads = []
 
