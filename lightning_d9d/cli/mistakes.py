@@ -38,6 +38,7 @@ _MADE_LATER = "expects a function or a callable class"
 _MADE = re.compile(r"(?:Got|Given) value: Namespace\(class_path='([^']+)'")
 """A class whose objects are made later, such as an optimizer."""
 _SAME_NAME = re.compile(r"Multiple subclasses with name (\w+)\..*: (.+)\.$")
+_KIND = re.compile(r"<class '(?:\w+\.)*(\w+)'>|\b(Sequence|list|tuple|Mapping|dict)\[")
 _NOISE = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
 
 _GIVEN_LATER: set[str | int] = {"params", "optimizer"}
@@ -286,7 +287,7 @@ def _wrong_value(_: str, line: _Line, written: Written, parser: ArgumentParser) 
     expected, value = (found[1], found[2]) if found[1] else (line.subtypes, found[3])
     literals = ", ".join(re.findall(r"Literal\[(.*?)\]", expected))
     choices = list(dict.fromkeys(re.findall(r"[^\s',]+", literals)))
-    kinds = re.findall(r"<class '(?:\w+\.)*(\w+)'>", expected)
+    kinds = [each[1] or each[2] for each in _KIND.finditer(expected)]
     if not choices and not kinds:
         kinds = [re.sub(r"(\w+\.)+", "", expected)]
     return must_be(locate(written, line.path, value), value, choices, kinds)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning_d9d.errors import ConfigError, did_you_mean
 
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
+KINDS |= dict.fromkeys(("Sequence", "list", "tuple"), "a list") | dict.fromkeys(("Mapping", "dict"), "a mapping")
 """Python's types as users call them, by their Python names."""
 
 

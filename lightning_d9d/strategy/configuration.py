@@ -75,9 +75,14 @@ def check_before_joining(trainer: L.Trainer, config: MeshConfig, world_size: int
     """Refuse mistakes that can be found before ranks wait for each other. Local.
 
     Raises:
-        ConfigError: The degrees do not fit the number of ranks, or a callback supports only one rank.
+        ConfigError: The degrees do not fit the number of ranks, no batch is accumulated, or a callback supports only
+            one rank.
     """
     config.resolve(world_size)
+    if trainer.accumulate_grad_batches < 1:
+        raise ConfigError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be at least 1, the batches of a step"
+        )
     if (warning := env.untested()) is not None:
         rank_zero_warn(warning)
     callbacks: Iterable[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -155,6 +155,7 @@ ON_THE_COMMAND_LINE = {
         "--model.learnin_rate: Qwen3MoePretraining has no option 'learnin_rate'; did you mean 'learning_rate'?\n"
         + MODEL_TAKES
     ),
+    ("--model.layers_per_stage", "four"): "--model.layers_per_stage must be a list or null, not 'four'\n",
     ("--trainer.max_steps", "ten"): "--trainer.max_steps must be a whole number, not 'ten'\n",
     ("--trainer.strategy.mesh.pipeline_paralel", "2"): (
         "--trainer.strategy.mesh.pipeline_paralel: MeshConfig has no option 'pipeline_paralel'; did you mean "

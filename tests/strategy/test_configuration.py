@@ -39,6 +39,12 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(rank: RankContext) -> Non
         trainer(D9DStrategy(mesh=MeshConfig(data_parallel_replicate=3)), 2, str(rank.device)).fit(Plain(), loader(8))
 
 
+@pytest.mark.parametrize("module", [Plain, Staged])
+def test_steps_without_batches_are_refused(module: type[Plain | Staged]) -> None:
+    with pytest.raises(ConfigError, match="accumulate_grad_batches=0 must be at least 1, the batches of a step"):
+        trainer(D9DStrategy(), 1, accumulate_grad_batches=0).fit(module(), loader(8))
+
+
 class PlacedOn(GPipe):
     """Stages on ranks that were chosen without looking at their number."""
 
