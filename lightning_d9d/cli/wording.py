@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 from lightning_d9d.errors import ConfigError, did_you_mean
 
-KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
-KINDS |= dict.fromkeys(("Sequence", "list", "tuple"), "a list") | dict.fromkeys(("Mapping", "dict"), "a mapping")
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "NoneType": "null",
+    **dict.fromkeys(("Sequence", "list", "tuple"), "a list"),
+    **dict.fromkeys(("Mapping", "dict"), "a mapping"),
+}
 """Python's types as users call them, by their Python names."""
 
 
