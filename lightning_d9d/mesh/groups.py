@@ -16,8 +16,9 @@ the earlier mesh.
 
 All ranks must ask for new groups in the same order, as with `torch.distributed.new_group`.
 
-A message that was sent and never received would meet the first receive of a later run. Code that leaves a group in this
-state calls `abandon`. The ranks that next ask for the group get a new one.
+A message that was sent and never received would meet the first receive of a later run. On gloo, a receive whose buffer
+is gone even blocks all later messages of that rank. Code that leaves a group in this state calls `abandon`. The ranks
+that next ask for the group get a new one.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ with 4, 8 and 16.
 """
 
 Lane = Literal["default", "moe", "reduce", "pipeline", "pipeline_backward", "mixing", "checkpoint"]
+_ASYNCHRONOUS = ("pipeline", "pipeline_backward", "mixing")
+"""Lanes whose messages may be under way when a run ends with an error. Only their groups can be abandoned."""
 Partition = tuple[tuple[int, ...], ...]
 """All ranks in groups, as `partition` returns them."""
 
@@ -167,7 +170,7 @@ class GroupPool:
         if len(split_ranks[0]) == 1:  # this rank is alone and has nothing to wait for, in any lane
             split_ranks, lane, high_priority = tuple((rank,) for rank in range(dist.get_world_size())), "default", False
         key = (split_ranks, lane, backend, high_priority)
-        if neighbours and key in self._by_key and self._is_abandoned_anywhere(key):
+        if lane in _ASYNCHRONOUS and key in self._by_key and self._is_abandoned_anywhere(key):
             _end(self._by_key.pop(key).group)
         if key not in self._by_key:
             is_world = len(split_ranks) == 1 and (lane, backend, high_priority) == ("default", own_backend, False)

@@ -82,7 +82,8 @@ class Mixer:
                 f"each needs a process group; use at most {MAX_GROUPS}"
             )
         made = {split: mesh.mixing_group(split) for split in dict.fromkeys(partitions)}
-        self._groups = [made[split] for split in partitions]
+        self.groups = [made[split] for split in partitions]
+        """The group of this replica's edge in each round."""
         is_cuda = mesh.device_type == "cuda"
         copies = is_cuda if peer_copies is None else peer_copies
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
@@ -125,7 +126,7 @@ class Mixer:
         """
         assert not self.is_under_way
         self._check()
-        group = self._groups[self.num_launched % len(self._groups)]
+        group = self.groups[self.num_launched % len(self.groups)]
         self.num_launched += 1
         self.is_under_way = True
         if len(self.edge.replicas) > 1:
@@ -228,7 +229,7 @@ class Mixer:
         try:
             yield
         except Exception as error:
-            group = self._groups[(self.num_launched - 1) % len(self._groups)]
+            group = self.groups[(self.num_launched - 1) % len(self.groups)]
             ranks = dist.get_process_group_ranks(group)
             others = [
                 f"{replica} (rank {rank})"

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import broadcast_tensors
+from lightning_d9d.mesh.groups import abandon
 from lightning_d9d.mesh.sharding import local, sharding_of
 from lightning_d9d.metrics.wait_clock import WaitClock
 from lightning_d9d.mixing import ReplicaMixing
@@ -54,6 +55,8 @@ class MixedReplicas:
         """The parameters that are trained, or were in this fit."""
         self._report: ReplicaReport | None = None
         self._saved: Mapping[str, Any] | None = None
+        self._has_ended = False
+        """True once all messages of the fit have been received."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedReplicas:
         """Return this object: groups and messages belong to one run, and copies of its Trainer share them."""
@@ -114,7 +117,7 @@ class MixedReplicas:
             )
         check_steps_once(optimizers[0])
         self._model, self._tied, self._optimizers = model, tied, optimizers
-        self._trained = set()
+        self._trained, self._has_ended = set(), False
         clock = WaitClock(self._ranks.device)
         rounds, size = Rounds(self.config.topology, self._ranks.num_replicas), int(self.config.bucket_mb * 2**20)
         options: dict[str, Any] = {
@@ -228,23 +231,23 @@ class MixedReplicas:
         if self._mean is not None:
             self._mean.revert()
 
-    def end(self, *, keeps_mean: bool = True) -> None:
-        """End training: all replicas get the mean. Collective over all ranks.
-
-        Args:
-            keeps_mean: Whether they get it; otherwise they do not change.
-        """
+    def end(self) -> None:
+        """End training: all replicas get the mean. Collective over all ranks."""
         if self.mixer is not None:
             self.mixer.drop()
             if self._report is not None:
                 self._report.end()
-            if keeps_mean and self._mean is not None:
+            if self._mean is not None:
                 self._take_mean(with_states=True, keeps=False)
+            self._has_ended = True
 
     def close(self) -> None:
-        """End a run. Local."""
+        """End a run. Local. After an error, messages may be under way, so the next run gets other groups."""
         if self.mixer is not None:
             self.mixer.close()
+            if not self._has_ended:
+                for group in (*self.mixer.groups, *(() if self._mean is None else (self._mean.group,))):
+                    abandon(group)
         self.mixer = self._mean = self._report = None
         self._optimizers, self._trained, self._model, self._tied = (), set(), nn.Module(), {}
 

@@ -1,8 +1,12 @@
 """What the pool and its rank processes say to each other."""
 
+import signal
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+
+STACK_SIGNAL = signal.SIGRTMIN + 8
+"""The signal on which a rank writes its stacks. Neither Lightning nor `TimeoutConfig.report_signal` uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)

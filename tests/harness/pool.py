@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.harness import failures, records, warm
 from tests.harness.messages import (
+    STACK_SIGNAL,
     Assignment,
     Died,
     Finish,
@@ -229,7 +230,7 @@ class _RankProcess:
     def stack(self) -> list[failures.Frame]:
         """Return the stack of the rank's main thread, innermost first, also if it is blocked in native code."""
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.kill(self._pid, signal.SIGUSR2)
+            os.kill(self._pid, STACK_SIGNAL)
         frames: list[failures.Frame] = []
         deadline = time.monotonic() + 10  # on a machine that has much else to do
         while time.monotonic() < deadline:

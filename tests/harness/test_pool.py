@@ -16,7 +16,7 @@ pytestmark = pytest.mark.jobs
 ROOT = Path(__file__).parents[2]
 
 FAILING = """
-import os, signal
+import faulthandler, os, signal
 import pytest, torch, torch.distributed as dist
 
 def passes(rank):
@@ -33,7 +33,9 @@ test_after_a_hang_in_a_collective = pytest.mark.ranks(2)(passes)
 
 @pytest.mark.ranks(2, timeout_seconds=2)
 def test_hangs_in_python(rank):
-    signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2))  # as Lightning does after a fit, with all of them
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:  # as Lightning does after a fit
+        signal.signal(number, signal.getsignal(number))
+    faulthandler.register(signal.SIGUSR2, chain=True)  # as a fit does with its report_signal
     while rank.rank == 0:
         pass
 

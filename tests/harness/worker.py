@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from tests.harness.messages import Assignment, Finish, Finished, Passed, Raised, Ready, Setup, Skipped
+from tests.harness.messages import STACK_SIGNAL, Assignment, Finish, Finished, Passed, Raised, Ready, Setup, Skipped
 from tests.harness.ranks import RankContext
 from tests.harness.recorder import Recorder
 from tests.harness.state import restored_state
@@ -39,8 +39,8 @@ def main(connection: Connection) -> None:
     setup = connection.recv()
     assert isinstance(setup, Setup)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, file=open(setup.stack_path, "w"), all_threads=True)  # noqa: SIM115
-    _keep_handler(signal.SIGUSR2)
+    faulthandler.register(STACK_SIGNAL, file=open(setup.stack_path, "w"), all_threads=True)  # noqa: SIM115
+    _keep_handler(STACK_SIGNAL)
     worker = _Worker(connection, setup)
     gc.freeze()  # torch's own objects need no look at every collection
     connection.send(Ready(main_thread=threading.get_ident()))
@@ -48,7 +48,7 @@ def main(connection: Connection) -> None:
         worker.run(connection.recv())
 
 
-def _keep_handler(kept: signal.Signals) -> None:
+def _keep_handler(kept: int) -> None:
     """Let nobody change what a signal does: Lightning restores handlers after a fit, and knows none of faulthandler."""
     change = signal.signal
 

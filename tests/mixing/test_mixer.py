@@ -256,4 +256,4 @@ def test_a_round_is_repeated_and_dropped(rank: RankContext) -> None:
     assert mixer.squared_distance is not None
     torch.testing.assert_close(mixer.squared_distance.cpu(), expected.detach(), rtol=1e-6, atol=0)
     assert mixer.num_bytes == 8 * sum(tensor.numel() for tensor in own)
-    assert len({id(each) for each in mixer._groups}) == 1
+    assert len({id(each) for each in mixer.groups}) == 1
