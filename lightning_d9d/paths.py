@@ -21,6 +21,21 @@ class NamesPaths(Protocol):
         ...
 
 
+def check_named(*owners: object, resumes: bool) -> None:
+    """Refuse a missing path that a model, data module or callback names; see `NamesPaths`. Local.
+
+    Args:
+        owners: Any objects; only those that name paths are asked.
+        resumes: Whether the run begins with a checkpoint.
+
+    Raises:
+        ConfigError: A path does not exist.
+    """
+    for each in owners:
+        if isinstance(each, NamesPaths):
+            each.check_paths(resumes=resumes)
+
+
 def missing(path: str) -> str:
     """Return a message that a path does not exist, with the nearest name in its folder."""
     return path + "".join(_missing(path))

@@ -134,7 +134,11 @@ def plan_parser() -> argparse.ArgumentParser:
         "--world_size", type=int, help="ranks of the run; by default devices x num_nodes of the Trainer"
     )
     parser.add_argument("--gpu", default="h100", help="h100, h200, a100, b200, or a .json file with rates (h100)")
-    parser.add_argument("--gpus_per_node", type=int, help="by default as many as the GPU's usual nodes have")
+    parser.add_argument(
+        "--gpus_per_node",
+        type=int,
+        help="by default devices of a Trainer with several num_nodes, else those of usual nodes",
+    )
     parser.add_argument("--rows", type=int, help="of a batch of one data rank; by default as the data say")
     parser.add_argument("--tokens", type=int, help="of a row; by default as the data say")
     parser.add_argument(

@@ -22,6 +22,10 @@ CHECKPOINT_WORDS = ("last", "hpc", "auto")
 
 _STRATEGY: str = "trainer.strategy"
 
+_NUM_RANKS = re.compile(r"\b\d+ (?:data )?ranks?\b")
+_OF_RANKS = [(name, None) for name in ("world_size", "devices", "num_nodes")]
+"""Options that make the number of ranks which a message names."""
+
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -158,16 +162,23 @@ class Written:
     def find_named(self, message: str) -> str | None:
         """Find the first setting that a message names as `name=value`, or else as a name in backticks.
 
-        One in the arguments comes before all in files, which it may have made impossible.
+        One in the arguments comes before all in files, which it may have made impossible. If the message names a number
+        of ranks, this holds for the arguments that gave it, too; the place in the file then follows.
         """
         pairs: list[tuple[str, str | None]] = re.findall(r"\b(\w+)='?([^\s';,()]+)", message)
         pairs += [(name, None) for name in re.findall(r"`(\w+)`", message)]
-        for is_file in (False, True):
-            sources = [each for each in reversed(self._sources) if each.is_file == is_file]
-            for pair in pairs:
-                if place := next(filter(None, (each.find_anywhere(*pair) for each in sources)), None):
-                    return place
-        return None
+        if place := self._first(pairs, is_file=False):
+            return place
+        in_file = self._first(pairs, is_file=True)
+        if in_file and _NUM_RANKS.search(message) and (place := self._first(_OF_RANKS, is_file=False)):
+            return f"{place}, beside {in_file}"
+        return in_file
+
+    def _first(self, pairs: Sequence[tuple[str, str | None]], *, is_file: bool) -> str | None:
+        """Find the first of some settings, with their values, in the files or in the other arguments."""
+        sources = [each for each in reversed(self._sources) if each.is_file == is_file]
+        found = (each.find_anywhere(*pair) for pair in pairs for each in sources)
+        return next(filter(None, found), None)
 
 
 @dataclass(frozen=True)
@@ -222,7 +233,7 @@ def _are_equal(written: str, value: str | None) -> bool:
 
 
 def _names(option: str) -> list[str]:
-    return [name for name in option.rstrip("+").split(".") if name != "init_args"]
+    return [name for name in option.rstrip("+").split(".") if name not in ("class_path", "init_args")]
 
 
 def _below(node: yaml.Node | None, path: list[str], line: int = 1) -> Iterator[tuple[yaml.Node, int]]:

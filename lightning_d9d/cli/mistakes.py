@@ -33,7 +33,7 @@ _KEY = re.compile(r'Parser key "([^"]+)"|Group \'([^\']+)\'')
 _OWNER = re.compile(r"Problem with given class_path '([^']+)'")
 _SUBTYPES = re.compile(r"Subtypes: \[(.*)\]$")
 _CALL = re.compile(r"([\w.]+)\((.*)\)$")
-_ARGUMENT = re.compile(r"NestedArg\(key='(?:init_args\.)?(.+?)', val=.*\)$")
+_ARGUMENT = re.compile(r"NestedArg\(key='(?:init_args\.)?(.+?)', val='?(.*?)'?\)$")
 _MADE_LATER = "expects a function or a callable class"
 _MADE = re.compile(r"(?:Got|Given) value: Namespace\(class_path='([^']+)'")
 """A class whose objects are made later, such as an optimizer."""
@@ -92,7 +92,7 @@ def explain(message: str, arguments: Sequence[str], parser: ArgumentParser) -> s
     for pattern, describe in _KINDS:
         for line in lines:
             if found := pattern.search(line.text):
-                if pattern in (_CLASS, _TYPE) and line.path in nested:
+                if pattern in (_CLASS, _TYPE) and nested.get(line.path, "class_path") != "class_path":
                     return _no_class(".".join(line.path), nested[line.path])
                 return describe(next(filter(None, found.groups()), ""), line, written, parser)
     return "\n".join(essence(message).splitlines()[:3])
@@ -113,7 +113,9 @@ def _read(message: str) -> Iterator[_Line]:
             above.pop()
         line = above[-1][1] if above else _Line("", (), (), "")
         if key := _KEY.search(text):
-            line = replace(line, path=(*line.path, *(key[1] or key[2]).split(".")))
+            names = tuple((key[1] or key[2]).split("."))
+            is_full = not line.owners and names[: len(line.path)] == line.path  # as in the value of `--trainer`
+            line = replace(line, path=names if is_full else (*line.path, *names))
         if owner := _OWNER.search(text):
             line = replace(line, owners=(*line.owners, (line.path, owner[1])))
         if subtypes := _SUBTYPES.search(text):
@@ -157,11 +159,13 @@ def locate(written: Written, path: Sequence[str], value: str | None = None) -> s
 
 
 def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
-    option = text.split()[0].partition("=")[0]
-    if "unrecognized" in line.text and not option.startswith("-"):
+    option, equals, _ = text.split()[0].partition("=")
+    known = _names_of(line.owner, parser)
+    if "unrecognized" in line.text and not option.startswith("--"):
+        if option.startswith("-") or equals or option in known:
+            return f"{option!r} is no option; the names of options begin with two dashes: --{option.lstrip('-')}"
         return f"{option!r} follows no option; a configuration file is given with --config {option}"
     names = [*line.path, *(name for name in option.lstrip("-").split(".") if name != "init_args")]
-    known = _names_of(line.owner, parser)
     length, children = len(line.owner_path), _children(known, [])
     while names[length] in children and length + 1 < len(names):
         length += 1
@@ -173,7 +177,9 @@ def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentPa
     if len(legal) > _MAX_LEGAL:
         legal = f"`{_program(parser)} {_help_of(line)}` lists what {within} takes"
     place = _at(written, names[: length + 1])
-    return f"{place}{within} has no option {names[length]!r}{did_you_mean(names[length], children)}\n{legal}"
+    inner = [name for name in known if length == 0 and name.endswith(f".{names[0]}")]
+    nearest = did_you_mean(inner[0], inner) if inner else did_you_mean(names[length], children)
+    return f"{place}{within} has no option {names[length]!r}{nearest}\n{legal}"
 
 
 def _help_of(line: _Line) -> str:

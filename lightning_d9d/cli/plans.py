@@ -29,11 +29,18 @@ class _Planning(D9DCLI):
     """Builds model, data and strategy as `fit` does, without a Trainer, and plans."""
 
     options: Namespace
+    arguments: list[str]
+    """All arguments, also those of `plan` itself."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Build no Trainer, because it would look for the devices of the run."""
 
     def _run_subcommand(self, subcommand: str) -> None:
+        self._arguments = self.arguments
+        with self._placed(ConfigError):
+            self._plan(subcommand)
+
+    def _plan(self, subcommand: str) -> None:
         trainer = self.config_init[subcommand]["trainer"]
         strategy, given = trainer["strategy"], self.options
         if not isinstance(strategy, D9DStrategy):
@@ -45,7 +52,10 @@ class _Planning(D9DCLI):
             raise ConfigError(
                 f"trainer.devices={trainer['devices']!r} does not say how many ranks run; pass --world_size"
             )
-        machine = machine_of(given.gpu, gpus_per_node=given.gpus_per_node)
+        gpus_per_node = given.gpus_per_node
+        if gpus_per_node is None and trainer["num_nodes"] > 1:
+            gpus_per_node = _devices(trainer) or None
+        machine = machine_of(given.gpu, gpus_per_node=gpus_per_node)
         mesh, schedule = strategy.mesh_config, strategy.schedule
         if given.search:
             free = {"pipeline_parallel": 1, "data_parallel_shard": 1, "data_parallel_replicate": -1}
@@ -87,14 +97,18 @@ class _Planning(D9DCLI):
         else:
             best = plan_with_changes(model, machine, costs, asynchronous=asynchronous, clips=clips)
             sys.stdout.write(f"{best}\n")
-        _write(best, given, self.datamodule, trainer)
+        _write(best, given, self.datamodule, trainer, accumulated)
 
 
 def _ranks_of(trainer: Any) -> int:
     """Return the number of a Trainer's ranks; 0 if `devices` leaves it to the machine."""
+    return _devices(trainer) * trainer["num_nodes"]
+
+
+def _devices(trainer: Any) -> int:
+    """Return the number of a Trainer's devices on each node; 0 if it is left to the machine."""
     devices = trainer["devices"]
-    number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
-    return number * trainer["num_nodes"]
+    return len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
 
 
 def _devices_of(plan: Plan, trainer: Any) -> dict[str, Any]:
@@ -132,11 +146,10 @@ def _ranking(plans: list[Plan]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _settings(plan: Plan, data: Any, trainer: Any) -> dict[str, Any]:
+def _settings(plan: Plan, data: Any, trainer: Any, accumulated: int) -> dict[str, Any]:
     """Return the settings of a plan with its ranks and rows, the latter by the name that the data use."""
     settings: dict[str, Any] = settings_of(plan)
     settings["trainer"] = _devices_of(plan, trainer) | settings["trainer"]
-    accumulated = trainer["accumulate_grad_batches"] or 1
     model, mesh = plan.model, plan.model.mesh
     rows = model.rows * model.num_microbatches
     sizes = {
@@ -147,12 +160,12 @@ def _settings(plan: Plan, data: Any, trainer: Any) -> dict[str, Any]:
     return settings | ({} if name is None else {"data": {"init_args": {name: sizes[name]}}})
 
 
-def _write(plan: Plan, given: Namespace, data: Any, trainer: Any) -> None:
+def _write(plan: Plan, given: Namespace, data: Any, trainer: Any, accumulated: int) -> None:
     try:
         if given.json:
             Path(given.json).write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
         if given.yaml:
-            Path(given.yaml).write_text(yaml.safe_dump(_settings(plan, data, trainer), sort_keys=False))
+            Path(given.yaml).write_text(yaml.safe_dump(_settings(plan, data, trainer, accumulated), sort_keys=False))
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {reason(error)}; give another file") from error
     if given.page:
@@ -167,5 +180,6 @@ def run(_: object = None) -> None:
     """
     own, others = plan_parser().parse_known_args(sys.argv[2:])
     _Planning.options = cast(Namespace, own)
+    _Planning.arguments = sys.argv[2:]
     sys.argv[1:] = ["fit", *others]
     _Planning(parser_kwargs={"prog": "lightning-d9d"})

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
@@ -38,7 +39,7 @@ from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, did_you_mean, printable, reason
 from lightning_d9d.loop.interrupt import last_checkpoint
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
-from lightning_d9d.paths import NamesPaths
+from lightning_d9d.paths import check_named
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
 from lightning_d9d.strategy.module import D9DModule
 
@@ -51,6 +52,10 @@ _NO_METRIC = (
     ("EarlyStopping", re.compile(r"Early stopping conditioned on metric `(.+?)` which is not available.*: (`.*`)")),
 )
 """Classes with a `monitor`, and Lightning's messages in a run that find no metric of that name."""
+_NO_LOGGER = re.compile(r"Cannot use `?(\w+)`? callback with `Trainer.* logger")
+_NO_GPU = "No supported gpu backend found!"
+_OBJECTS_OR_WORDS = {"trainer.strategy": Strategy, "trainer.profiler": Profiler}
+"""Settings that are a word or an object, and the class of the object."""
 
 
 class _Parser(LightningArgumentParser):
@@ -280,9 +285,7 @@ class D9DCLI(LightningCLI):
         if arguments.get("ckpt_path") in ("last", "auto"):
             arguments["ckpt_path"] = last_checkpoint(self.trainer, arguments["ckpt_path"], subcommand)
         callbacks = self.trainer.callbacks if subcommand == "fit" else []  # type: ignore[attr-defined]
-        for each in (self.model, self.datamodule, *callbacks):
-            if isinstance(each, NamesPaths):
-                each.check_paths(resumes=arguments.get("ckpt_path") is not None)
+        check_named(self.model, self.datamodule, *callbacks, resumes=arguments.get("ckpt_path") is not None)
         begins_anew = arguments.get("ckpt_path") is None and getattr(self.model, "pretrained", None) is None
         if subcommand in ("validate", "test", "predict") and begins_anew:
             rank_zero_warn(f"{subcommand} uses the model's initial weights; give --ckpt_path for those of a checkpoint")
@@ -294,6 +297,7 @@ class D9DCLI(LightningCLI):
         Raises:
             ConfigError: A constructor refused a value; the message names its place.
         """
+        self._check_objects()
         self._check_strategy()
         with self._placed(ValueError, TypeError, MisconfigurationException):
             super().instantiate_classes()
@@ -347,10 +351,35 @@ class D9DCLI(LightningCLI):
                     f"{type(self.model).__name__} has no parameters before the run, which `optimizer` needs; let its "
                     "configure_optimizers make the optimizer"
                 )
+            if message == _NO_GPU:
+                message = "accelerator=gpu needs a GPU, and torch sees none; choose auto or cpu"
             is_placed = isinstance(error, kinds)  # what Lightning refuses in a run may be in the user's code
             if is_placed and (place := Written(self._arguments).find_named(message)):
                 raise MistakeError(f"{place}: {message}") from error
             raise error if isinstance(error, ConfigError) else ConfigError(message) from error
+
+    def _check_objects(self) -> None:
+        """Refuse the text of an object in which something is wrong. As a word is legal too, jsonargparse has kept it.
+
+        Raises:
+            MistakeError: Raised with what is wrong in it.
+        """
+        subcommand = self.config.get("subcommand")
+        for key, kind in _OBJECTS_OR_WORDS.items():
+            text = self.config.get(subcommand or "", self.config).get(key)
+            if not isinstance(text, str) or not text.lstrip().startswith("{"):
+                continue
+            subject = locate(Written(self._arguments), key.split("."), text)
+            parser = jsonargparse.ArgumentParser(exit_on_error=False)
+            parser.add_argument(f"--{key}", type=kind | None)
+            try:
+                if "class_path" not in yaml.safe_load(text):
+                    raise MistakeError(f"{subject} takes an object as class_path: CLASS and init_args: SETTINGS")
+                parser.parse_args([f"--{key}={text}"])
+            except yaml.MarkedYAMLError as error:
+                raise MistakeError(f"{subject}: not YAML: {error.problem}") from error
+            except ArgumentError as error:
+                raise MistakeError(explain(str(error), self._arguments, self._parser(subcommand))) from error
 
     def _check_strategy(self) -> None:
         """Refuse an unknown word with the names that may be used; Lightning would list only some of them."""
@@ -368,6 +397,8 @@ def _refused_setting(message: str) -> str | None:
             f"val_check_interval={found[1]} is more than the {found[2]} training batches of an epoch; choose at most "
             f"{found[2]}, or set check_val_every_n_epoch to null, which counts batches over epochs"
         )
+    if found := _NO_LOGGER.match(message):
+        return f"{found[1]} needs a logger, but logger=false; choose one, such as CSVLogger, or leave {found[1]} out"
     for kind, pattern in _NO_METRIC:
         if found := pattern.match(message):
             name, logged = found[1], re.findall(r"['`](.+?)['`]", found[2])

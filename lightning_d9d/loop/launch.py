@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import ipaddress
 import os
 import signal
@@ -13,13 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_d9d.errors import ConfigError, RankError
+from lightning_d9d.paths import check_named
 
 _LAUNCHED_BY = "LIGHTNING_D9D_LAUNCHED_BY"
 """Variable of a launched rank, with the process ID of its launcher."""
@@ -41,12 +45,39 @@ _UNNOTICED = {
 class Launcher(_SubprocessScriptLauncher):
     """Lightning's launcher of a machine's other ranks, which puts its process number into their environment."""
 
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks, and run a function of the Trainer. On one node missing paths are found first.
+
+        Raises:
+            ConfigError: The model names a path that does not exist; no process has been started.
+        """
+        if self.num_nodes == 1 and not self.cluster_environment.creates_processes_externally:
+            check_model(function, *args, **kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
     def _call_children_scripts(self) -> None:
         os.environ[_LAUNCHED_BY] = str(os.getpid())
         try:
             super()._call_children_scripts()
         finally:
             del os.environ[_LAUNCHED_BY]
+
+
+def check_model(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Refuse a model with a path that does not exist, unless its own `prepare_data` may make it. Local.
+
+    Args:
+        function: The function of the Trainer that will run the model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ConfigError: The path does not exist.
+    """
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    model = given.get("model")
+    if model is not None and not is_overridden("prepare_data", model):
+        check_named(model, resumes=given.get("ckpt_path") is not None)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from lightning_d9d.checkpoint import (
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.paths import check_named
 from lightning_d9d.strategy.checkpoint_files import load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import JobRanks
@@ -227,6 +228,8 @@ def load_pretrained(module: L.LightningModule, state: RunState, unless_in: Colle
     if isinstance(module, D9DModule) and module.awaits_pretrained:
         lacks = not set(state.names.values()) <= set(unless_in)
         if any(Ranks().all_gather(lacks)):
+            with Ranks().agreed(f"{type(module).__name__} cannot begin"):
+                check_named(module, resumes=False)
             module.load_pretrained_once()
         else:
             module.awaits_pretrained = False

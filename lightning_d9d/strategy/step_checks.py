@@ -57,18 +57,24 @@ class StepChecks:
         self.is_first_batch = False
 
     def _warn_of_batch_norms(self, num_microbatches: int) -> None:
-        """Warn that the number of microbatches changes the result, if a stage on any rank has a batch norm."""
+        """Warn that the number of microbatches changes the result, if any rank has several and a batch norm.
+
+        Collective over all ranks, which may have other batches and other numbers of microbatches.
+
+        Args:
+            num_microbatches: This rank's microbatches of the first batch, without dummies.
+        """
         norms = {
-            f"{name} ({type(norm).__name__})": None
+            (f"{name} ({type(norm).__name__})", num_microbatches): None
             for stage in self._module.stages
             for name, norm in stage.named_modules()
             if isinstance(norm, _BatchNorm) and norm.training
         }
-        if (names := sorted(Ranks().merge(norms))) and num_microbatches > 1:
+        if several := {name: number for name, number in sorted(Ranks().merge(norms)) if number > 1}:
             rank_zero_warn(
-                f"each of the {num_microbatches} microbatches of a batch is normalized by its own statistics, not by "
-                f"those of the batch, in {first_of(names)}. So the number of microbatches changes the result; take "
-                "another norm, such as GroupNorm, or one microbatch"
+                f"each of the {max(several.values())} microbatches of a batch is normalized by its own statistics, not "
+                f"by those of the batch, in {first_of([*several])}. So the number of microbatches changes the result; "
+                "take another norm, such as GroupNorm, or one microbatch"
             )
 
     def frozen_alike(self) -> None:

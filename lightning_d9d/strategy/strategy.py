@@ -574,7 +574,7 @@ class D9DStrategy(SaveHooks):
         group.
         """
         try:
-            module = self.lightning_module
+            module, trainer = self.lightning_module, getattr(self.lightning_module, "_trainer", None)
             if self._layer_sync is not None and module is not None and self._is_fitting:
                 self.model = self._layer_sync.revert(module)
             parts = (self._training, self._rank_model, self.staging, self._kernels, self._checkpoints.loads)
@@ -583,8 +583,8 @@ class D9DStrategy(SaveHooks):
             self._training = self._rank_model = self._evaluation = self._interruption = None
             if isinstance(module, D9DModule):
                 module.run_context = module.evaluation = None
-            self._checkpoints.place.release(None if module is None else module.trainer.fit_loop)
-            self._checkpoints.saves.close(raises=module is None or not module.trainer.interrupted)
+            self._checkpoints.place.release(None if trainer is None else trainer.fit_loop)
+            self._checkpoints.saves.close(raises=trainer is None or not trainer.interrupted)
             super().teardown()
             self.ranks.close()
         finally:

@@ -228,11 +228,19 @@ class BatchNormed(Staged):
         return BlockSequence([nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 4)], stage)
 
 
-def warnings_of_norms(num_microbatches: int, devices: int = 1, device: str = "cpu", **axes: int) -> list[str]:
-    strategy = D9DStrategy(mesh=MeshConfig(**axes), num_microbatches=num_microbatches)
+def warnings_of_norms(
+    num_microbatches: int | None = None,
+    devices: int = 1,
+    device: str = "cpu",
+    batch_size: int = 4,
+    microbatch_size: int | None = None,
+    **axes: int,
+) -> list[str]:
+    counts = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
+    run = trainer(D9DStrategy(mesh=MeshConfig(**axes), **counts), devices, device, max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(strategy, devices, device, max_epochs=2).fit(BatchNormed(), DataLoader(staged_rows(8), batch_size=4))
+        run.fit(BatchNormed(), DataLoader(staged_rows(8), batch_size=batch_size))
     return [text for each in caught if "statistics" in (text := str(each.message))]
 
 
@@ -247,6 +255,13 @@ def test_a_batch_norm_with_several_microbatches_warns_once() -> None:
 def test_the_first_rank_warns_of_a_batch_norm_on_another(rank: RankContext) -> None:
     found = warnings_of_norms(2, 2, str(rank.device), pipeline_parallel=2)
     assert ["in 2 (BatchNorm1d)" in each for each in found] == ([True] if rank.rank == 0 else [])
+
+
+@pytest.mark.ranks(2)
+def test_the_first_rank_warns_if_only_another_has_several_microbatches(rank: RankContext) -> None:
+    own = {"batch_size": (2, 4)[rank.rank], "microbatch_size": 2, "data_parallel_replicate": 2}
+    found = warnings_of_norms(None, 2, str(rank.device), **own)
+    assert ["each of the 2 microbatches" in each for each in found] == ([True] if rank.rank == 0 else [])
 
 
 def test_losses_of_two_kinds_are_refused() -> None:

@@ -46,6 +46,7 @@ from lightning_d9d.peft.methods import as_table, from_table
 from lightning_d9d.pipeline.partition import split_by_sizes
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
+from lightning_d9d.state import SafetensorsReader
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
 
@@ -286,7 +287,9 @@ class Qwen3MoePretraining(D9DModule):
         return super().load_from_checkpoint(checkpoint_path, *args, **{**saved, **kwargs})
 
     def check_paths(self, *, resumes: bool) -> None:
-        """Refuse a `pretrained` that does not exist, or is a checkpoint. It is not read in a run that resumes. Local.
+        """Refuse a `pretrained` that does not exist, is a checkpoint, or has no weights or no index of them. Local.
+
+        It is not read in a run that resumes. Weights of a URL are not looked for.
 
         Raises:
             ConfigError: The directory does not exist, or has no weights in Hugging Face's form.
@@ -298,6 +301,11 @@ class Qwen3MoePretraining(D9DModule):
             remedy = f"fetch a model of Hugging Face's hub by `hf download {self.pretrained} --local-dir DIRECTORY`"
         check_directory("pretrained", self.pretrained, remedy)
         refuse_checkpoint(self.pretrained)
+        if "://" not in self.pretrained:
+            try:
+                SafetensorsReader(self.pretrained)
+            except StateError as error:
+                raise ConfigError(f"pretrained={self.pretrained!r} cannot be read: {error}") from error
 
     def load_pretrained(self) -> None:
         """Read the directory `pretrained`."""
