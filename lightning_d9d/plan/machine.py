@@ -186,8 +186,8 @@ def machine_of(gpu: str | MachineTable, *, gpus_per_node: int | None = None) -> 
         tables = shipped()
         if gpu.lower() not in tables:
             raise ConfigError(
-                f"gpu={gpu!r} is unknown{did_you_mean(gpu.lower(), tables)}; choose one of {', '.join(tables)}, or a "
-                "file that ends in .json with a table like theirs"
+                f"gpu={gpu!r} is unknown; choose one of {', '.join(tables)}, or a file that ends in .json with a table "
+                f"like theirs{did_you_mean(gpu.lower(), tables)}"
             )
         table = tables[gpu.lower()]
     if gpus_per_node is None:

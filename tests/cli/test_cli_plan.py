@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,7 @@ def test_the_best_plan_is_that_of_the_file_with_its_settings(
         (("--trainer.devices", "[0, 2]"), {"devices": [0, 2], "num_nodes": 1}),
         (("--trainer.devices", "4", "--trainer.num_nodes", "2", "--world_size", "8"), {"devices": 4, "num_nodes": 2}),
         (("--trainer.devices", "4", "--world_size", "2"), {"devices": 2, "num_nodes": 1}),
+        (("--trainer.devices", "4", "--trainer.num_nodes", "2", "--world_size", "32"), {"devices": 4, "num_nodes": 8}),
         (("--world_size", "32"), {"devices": 8, "num_nodes": 4}),
         (("--world_size", "8", "--gpus_per_node", "4"), {"devices": 4, "num_nodes": 2}),
         (("--world_size", "8", "--gpus_per_node", "6"), {}),
@@ -78,9 +80,13 @@ def test_the_written_settings_have_the_ranks_where_they_are_known(
 
 @pytest.mark.parametrize(
     ("devices", "num_ranks"),
-    [("4", 8), ("[0, 1]", 4), ("auto", "'auto' does not say how many ranks run; pass --world_size")],
+    [
+        ("4", 8),
+        ("[0, 1]", 4),
+        ("auto", "--trainer.devices: trainer.devices='auto' does not say how many ranks run; pass --world_size"),
+    ],
 )
-def test_the_ranks_are_those_of_the_trainer(
+def test_the_ranks_and_nodes_are_those_of_the_trainer(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -93,7 +99,10 @@ def test_the_ranks_are_those_of_the_trainer(
     monkeypatch.setattr(sys, "argv", ["lightning-d9d", "plan", "--config", "run.yaml", *trainer, "--json", "plan.json"])
     if isinstance(num_ranks, int):
         main()
-        assert json.loads(Path("plan.json").read_text())["world_size"] == num_ranks
+        plan = json.loads(Path("plan.json").read_text())
+        assert plan["world_size"] == num_ranks
+        assert plan["machine"]["gpus_per_node"] == num_ranks // 2
+        assert re.search(r"data_parallel_replicate +\d +network\n", capsys.readouterr().out)
     else:
         with pytest.raises(SystemExit):
             main()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, MeshConfig, StageInputs, WeightedLoss
 from lightning_d9d.callbacks import HuggingFaceExport, TextSample
+from lightning_d9d.loop.launch import Launcher, check_model
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -151,6 +152,37 @@ def test_a_run_that_goes_on_reads_pretrained_weights_only_for_what_its_checkpoin
                 is_head = of_head is None and name == "lm_head.weight"
                 wanted = pretrained(CONFIG).get_parameter(name) if is_head else trained.get_parameter(name)
                 assert_bitwise_equal(name, weight, wanted.to(weight.device))
+
+
+@pytest.mark.ranks(2)
+def test_pretrained_weights_that_one_rank_lacks_are_refused_on_all(rank: RankContext) -> None:
+    save_huggingface(pretrained(CONFIG), rank.tmp_dir / "start")
+    module = Counted(CONFIG, pretrained=str(rank.tmp_dir / ("start" if rank.rank == 0 else "stort")))
+    refused = r"^Counted cannot begin: rank 1: pretrained='.*stort' does not exist; .*; did you mean 'start'\?$"
+    with pytest.raises(ConfigError, match=refused):
+        trainer(D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), 2, rank.device.type).fit(module, batches())
+    assert module.num_loaded == 0
+
+
+class Fetching(Counted):
+    """Could fetch weights before they are read."""
+
+    def prepare_data(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("missing", ["start", "index"])
+def test_missing_pretrained_weights_are_found_before_other_ranks_are_launched(tmp_path: Path, missing: str) -> None:
+    start = tmp_path / "start"
+    if missing == "index":
+        start.mkdir()
+    run = trainer(D9DStrategy(), 2, "cpu")
+    with pytest.raises(ConfigError, match="^pretrained='.*start' (does not exist|cannot be read: .* has neither)"):
+        run.fit(Counted(CONFIG, pretrained=str(start)), batches())
+    assert isinstance(run.strategy.launcher, Launcher)
+    assert run.strategy.launcher.procs == []
+    check_model(run._fit_impl, Counted(CONFIG, pretrained=str(start)), batches(), ckpt_path="last.ckpt")
+    check_model(run._fit_impl, Fetching(CONFIG, pretrained=str(start)), batches())
 
 
 def test_pretrained_weights_are_loaded_under_a_stock_strategy(tmp_path: Path) -> None:
