@@ -453,17 +453,6 @@ def test_in_the_file(
     assert refusal(monkeypatch, capsys, *FIT) == f"error: {message}"
 
 
-@pytest.mark.parametrize("options", [("--trainer.devices", "3"), ("--world_size", "3")])
-def test_the_option_with_the_number_of_ranks_is_named_beside_the_file(
-    options: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "run.yaml").write_text(RUN.replace("microbatch_size: 4", "mesh: {pipeline_parallel: 2}"))
-    assert refusal(monkeypatch, capsys, "plan", "--config", "run.yaml", *options) == (
-        f"error: {options[0]}, beside run.yaml, line 17: MeshConfig.pipeline_parallel=2 does not divide 3 ranks: the "
-        "nearest that fit are 1 and 3\n"
-    )
-
-
 def test_a_gpu_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for kind in (CUDAAccelerator, MPSAccelerator):
         monkeypatch.setattr(kind, "is_available", lambda: False)  # as on this machine, unless it has one

@@ -109,6 +109,22 @@ def test_the_ranks_and_nodes_are_those_of_the_trainer(
         assert num_ranks in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--trainer.devices", "--world_size"])
+def test_the_option_with_the_number_of_ranks_is_named_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = CONFIG.format(rows="batch_size: 4", strategy="microbatch_size: 1", accumulated=1)
+    Path("run.yaml").write_text(run.replace("data_parallel_replicate: -1", "pipeline_parallel: 2"))
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "plan", "--config", "run.yaml", option, "3"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: {option}, beside run.yaml, line 5: MeshConfig.pipeline_parallel=2 does not divide 3 ranks: the "
+        "nearest that fit are 1 and 3"
+    )
+
+
 @pytest.mark.jobs
 def test_a_plan_imports_no_packages_that_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports take most of a plan's time. Lightning's own are not ours to leave out."""

@@ -177,7 +177,7 @@ def test_missing_pretrained_weights_are_found_before_other_ranks_are_launched(tm
     if missing == "index":
         start.mkdir()
     run = trainer(D9DStrategy(), 2, "cpu")
-    with pytest.raises(ConfigError, match="^pretrained='.*start' (does not exist|cannot be read: .* has neither)"):
+    with pytest.raises(ConfigError, match=r"^pretrained='.*start' (does not exist|cannot be read: .* has neither)"):
         run.fit(Counted(CONFIG, pretrained=str(start)), batches())
     assert isinstance(run.strategy.launcher, Launcher)
     assert run.strategy.launcher.procs == []
