@@ -160,13 +160,14 @@ class Written:
         return None
 
     def find_named(self, message: str) -> str | None:
-        """Find the first setting that a message names as `name=value`, or else as a name in backticks.
+        """Find the first setting that a message names with its value, or else as a list or a name in backticks.
 
         One in the arguments comes before all in files, which it may have made impossible. If the message names a number
         of ranks, this holds for the arguments that gave it, too; the place in the file then follows.
         """
         pairs: list[tuple[str, str | None]] = re.findall(r"\b(\w+)='?([^\s';,()]+)", message)
-        pairs += [(name, None) for name in re.findall(r"`(\w+)`", message)]
+        pairs += [(name, value) for value, name in re.findall(r"invalid value (\S+) for (\w+)", message)]
+        pairs += [(tick or of_list, None) for tick, of_list in re.findall(r"`(\w+)`|\b(\w+)=\[", message)]
         if place := self._first(pairs, is_file=False):
             return place
         in_file = self._first(pairs, is_file=True)

@@ -173,7 +173,11 @@ def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentPa
     within = ".".join(names[:length]) or _program(parser)
     if line.owner and length == len(line.owner_path):
         within = line.owner.rpartition(".")[2]
-    legal = f"{within} takes {', '.join(children)}"
+    named = (line.owner or "", (line.owner or "").rpartition(".")[2])
+    if not known and not any(written.find(line.owner_path, each) for each in named):  # the base, as none is named
+        key = ".".join(line.owner_path)
+        return f"{_at(written, names)}{key} has settings but no class; give class_path: CLASS in a file before this one"
+    legal = f"{within} takes {', '.join(children) or 'no options'}"
     if len(legal) > _MAX_LEGAL:
         legal = f"`{_program(parser)} {_help_of(line)}` lists what {within} takes"
     place = _at(written, names[: length + 1])
@@ -232,14 +236,17 @@ def describe_class(name: str, subject: str, key: str, bases: Iterable[type], wor
             f"in a file write class_path: {call[1]}, with the arguments below init_args:; on the command line "
             f"--{key}.class_path {call[1]} --{key}.ARGUMENT VALUE"
         )
-    kinds = {kind for base in bases for kind in _subclasses(base)}
+    bases = [*bases]
+    kinds = {kind for base in bases for kind in _subclasses(base)} or {*bases}
     known = [kind.__name__ for kind in sorted(kinds, key=_closeness)]
     if name in known:
         return f"{subject} takes a class as --{key}.class_path {name}, or as class_path: {name} in a file"
-    nearest = nearest_choice(name, known)
+    longer = [each for each in known if each.casefold().startswith(name.casefold())]  # as wandb of WandbLogger
+    nearest = nearest_choice(name, [*words, *known]) or next(iter(longer), None)
     known.sort(key=lambda each: each != nearest)
     legal = [*_beginning(words or known), "the full name of a class such as my_package.MyClass"]
-    return f"{subject} knows no {name!r}{did_you_mean(name, [*words, *known])}\nit may be {either(legal)}"
+    meant = did_you_mean(nearest, [nearest]) if nearest else ""
+    return f"{subject} knows no {name!r}{meant}\nit may be {either(legal)}"
 
 
 def _closeness(kind: type) -> tuple[bool, bool, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9d.cli.training import D9DCLI
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.optim import plot_learning_rates
 from lightning_d9d.strategy.module import D9DModule
 
@@ -33,7 +33,10 @@ class _Drawing(D9DCLI):
                 "it in Python (lightning_d9d.optim.plot_learning_rates), or make it a D9DModule"
             )
         rates = self.model.learning_rates(num_steps)
-        plot_learning_rates({"learning rate": rates}, self.picture)
+        try:
+            plot_learning_rates({"learning rate": rates}, self.picture)
+        except OSError as error:
+            raise ConfigError(f"{self.picture} cannot be written: {reason(error)}; give another file") from error
         sys.stdout.write(f"{self.picture}: {num_steps} steps, from {rates[0]:g} over {max(rates):g} to {rates[-1]:g}\n")
 
 
@@ -41,7 +44,7 @@ def run(_: object = None) -> None:
     """Run the subcommand of `sys.argv`: its arguments are the picture and options of `fit`.
 
     Raises:
-        ConfigError: The schedule is impossible, or is known only in a run.
+        ConfigError: The schedule is impossible or known only in a run, or the picture cannot be written.
     """
     words = sys.argv[2:]
     if words[0] in ("-h", "--help"):

@@ -75,14 +75,16 @@ def check_before_joining(trainer: L.Trainer, config: MeshConfig, world_size: int
     """Refuse mistakes that can be found before ranks wait for each other. Local.
 
     Raises:
-        ConfigError: The degrees do not fit the number of ranks, no batch is accumulated, or a callback supports only
-            one rank.
+        ConfigError: The degrees do not fit the number of ranks, no batch is accumulated, validations are 0 batches
+            apart, or a callback supports only one rank.
     """
     config.resolve(world_size)
     if trainer.accumulate_grad_batches < 1:
         raise ConfigError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be at least 1, the batches of a step"
         )
+    if trainer.val_check_interval == 0 and trainer.enable_validation:
+        raise ConfigError("val_check_interval=0 must be above 0; limit_val_batches=0 leaves validation out")
     if (warning := env.untested()) is not None:
         rank_zero_warn(warning)
     callbacks: Iterable[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -1,0 +1,125 @@
+"""What a user sees of mistakes that a first try has: options, classes, and text inside of an option's value."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+
+from lightning_d9d.cli import main
+from tests.cli.test_cli_mistakes import FIT, QUIET, folder, refusal  # noqa: F401
+
+OPTIONS = {
+    ("-trainer.max_steps", "2"): (
+        "'-trainer.max_steps' is no option; the names of options begin with two dashes: --trainer.max_steps\n"
+    ),
+    ("trainer.max_steps=2",): (
+        "'trainer.max_steps' is no option; the names of options begin with two dashes: --trainer.max_steps\n"
+    ),
+    ("--max_steps", "2"): (
+        "--max_steps: lightning-d9d fit has no option 'max_steps'; did you mean 'trainer.max_steps'?\n"
+        "lightning-d9d fit takes config, seed_everything, trainer, model, data, predictions, optimizer, lr_scheduler, "
+        "ckpt_path, weights_only\n"
+    ),
+    ("--trainer.strategy.schedule.class_path", "ZeroBubbel"): (
+        "--trainer.strategy.schedule.class_path: trainer.strategy.schedule knows no 'ZeroBubbel'; did you mean "
+        "'ZeroBubble'?\n"
+        "it may be ZeroBubble, Auto, DualPipeV, GPipe, Interleaved1F1B, LoopedBFS, OneForwardOneBackward, "
+        "WrittenProgram, ZeroBubbleV or the full name of a class such as my_package.MyClass\n"
+    ),
+    ("--trainer.callbacks+=LearningRateMonitor", *QUIET): (
+        "run.yaml, line 13: LearningRateMonitor needs a logger, but logger=false; choose one, such as CSVLogger, or "
+        "leave LearningRateMonitor out\n"
+    ),
+    ("--trainer.limit_val_batches", "-1"): (
+        "--trainer.limit_val_batches: You have passed invalid value -1 for limit_val_batches, it has to be in "
+        "[0.0, 1.0] or an int.\n"
+    ),
+    ("--trainer.val_check_interval", "0"): (
+        "--trainer.val_check_interval: val_check_interval=0 must be above 0; limit_val_batches=0 leaves validation "
+        "out\n"
+    ),
+    ("--model.peft", "LoRA", "--model.peft.targets", "[q_prj]", *QUIET): (
+        "--model.peft.targets: LoRA(targets=['q_prj']) matches no name of Qwen3MoeForCausalLM; the nearest are "
+        "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj\n"
+    ),
+    ("--trainer.strategy.schedule.class_path", "GPipe", "--trainer.strategy.schedule.stages", "2"): (
+        "--trainer.strategy.schedule.stages: GPipe has no option 'stages'\nGPipe takes no options\n"
+    ),
+    ("--model.config.class_path", "Qwen3Config"): (
+        "--model.config.class_path: model.config knows no 'Qwen3Config'; did you mean 'Qwen3MoeConfig'?\n"
+        "it may be Qwen3MoeConfig or the full name of a class such as my_package.MyClass\n"
+    ),
+}
+VALUES = {
+    ("--trainer", "{max_steps: ten}"): "--trainer: trainer.max_steps must be a whole number, not 'ten'\n",
+    ("--trainer.strategy", "{class_path: D9DStrategy, init_args: {microbatch_sise: 2}}"): (
+        "--trainer.strategy: D9DStrategy has no option 'microbatch_sise'; did you mean 'microbatch_size'?\n"
+        "D9DStrategy takes mesh, schedule, microbatch_size, num_microbatches, parallel, grad_sync, checkpoint, "
+        "timeouts, skip_nonfinite, step_in_backward, replicate_sync, process_group_backend\n"
+    ),
+    ("--trainer.strategy", "{class_path: D9DStrategy, init_args: {parallel: {kernels: trito}}}"): (
+        "--trainer.strategy: trainer.strategy.parallel.kernels must be 'auto', 'torch' or 'triton', not 'trito'; did "
+        "you mean 'triton'?\n"
+    ),
+    ("--trainer.strategy", "{class_path: D9DStrategy, init_args: {microbatch_size: two}}"): (
+        "--trainer.strategy: trainer.strategy.microbatch_size must be a whole number or null, not 'two'\n"
+    ),
+    ("--trainer.strategy", "{class: D9DStrategy}"): (
+        "--trainer.strategy takes an object as class_path: CLASS and init_args: SETTINGS\n"
+    ),
+    ("--trainer.strategy", "{class_path: D9DStrategy"): (
+        "--trainer.strategy: not YAML: expected ',' or '}', but got '<stream end>'\n"
+    ),
+    ("--trainer.profiler", "{class_path: SimpleProfiler, init_args: {filenamee: a}}"): (
+        "--trainer.profiler: SimpleProfiler has no option 'filenamee'; did you mean 'filename'?\n"
+        "SimpleProfiler takes dirpath, filename, extended\n"
+    ),
+}
+
+
+MISTAKES = OPTIONS | VALUES
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.items(), ids=map(" ".join, MISTAKES))
+def test_message(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(monkeypatch, capsys, *FIT, *arguments) == f"error: {message}"
+
+
+def test_a_gpu_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in (CUDAAccelerator, MPSAccelerator):
+        monkeypatch.setattr(kind, "is_available", lambda: False)  # as on this machine, unless it has one
+    assert refusal(monkeypatch, capsys, *FIT, "--trainer.accelerator", "gpu") == (
+        "error: --trainer.accelerator: accelerator=gpu needs a GPU, and torch sees none; choose auto or cpu\n"
+    )
+
+
+@pytest.mark.parametrize(("name", "meant"), [("wandb", "WandbLogger"), ("csv", "CSVLogger")])
+def test_the_beginning_of_a_class(
+    name: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = refusal(monkeypatch, capsys, *FIT, "--trainer.logger", name).splitlines()
+    assert first == f"error: --trainer.logger knows no {name!r}; did you mean {meant!r}?"
+    assert second.startswith(f"it may be {meant}, ")
+
+
+def test_settings_without_a_class(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("more.yaml").write_text("model:\n  init_args:\n    learning_rate: 0.1\n")
+    assert refusal(monkeypatch, capsys, "fit", "--config", "more.yaml") == (
+        "error: more.yaml, line 3: model has settings but no class; give class_path: CLASS in a file before this one\n"
+    )
+
+
+def test_a_picture_in_a_folder_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "learning-rate", "no/rates.png", "--config", "run.yaml"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: no/rates.png cannot be written: it does not exist; give another file"
+    )
