@@ -166,7 +166,10 @@ def test_printed_configuration_builds_the_same(capsys: pytest.CaptureFixture[str
             ("--data.batch_size", "0"),
             "error: --data.batch_size: batch_size=0 of ByteTextDataModule must be at least 1.",
         ),
-        (("--trainer.accelerator", "gpu"), "error: No supported gpu backend found!"),
+        (
+            ("--trainer.accelerator", "gpu"),
+            "error: --trainer.accelerator: accelerator=gpu needs a GPU, and torch sees none; choose auto or cpu",
+        ),
         (("--ckpt_path", __file__), f"error: checkpoint {__file__!r} cannot be read ("),
         (("--data.batch_size", "${trainer.max_steps}"), "error: --data.batch_size: Interpolation key "),
     ],
