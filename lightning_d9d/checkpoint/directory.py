@@ -270,14 +270,15 @@ def compare(
 
 
 def what_differs(misfits: Iterable[str], others: Iterable[str]) -> str:
-    """Return what is wrong with a checkpoint, by the names of tensors.
+    """Return what is wrong with a checkpoint, by the names of tensors. Without names, it is of another model.
 
     Args:
         misfits: Tensors that have another shape in the model.
         others: Tensors that only one of the two has.
     """
     misfits, others = list(misfits), list(others)
-    if not all(_OF_ADAPTER.search(name) for name in misfits + others):
+    names = misfits + others
+    if not names or not all(map(_OF_ADAPTER.search, names)):
         return "is of another model"
     return "has LoRA adapters of other weights" if others else "has LoRA adapters of another rank"
 
