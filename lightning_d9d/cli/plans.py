@@ -46,11 +46,11 @@ class _Planning(D9DCLI):
                 f"trainer.devices={trainer['devices']!r} does not say how many ranks run; pass --world_size"
             )
         machine = machine_of(given.gpu, gpus_per_node=given.gpus_per_node)
-        mesh, schedule = strategy.mesh_config, strategy.schedule
+        mesh, schedule = None, None
         if given.search:
             free = {"pipeline_parallel": 1, "data_parallel_shard": 1, "data_parallel_replicate": -1}
-            mesh, schedule = replace(mesh, **free, expert_parallel=1), OneForwardOneBackward()
-        degrees = mesh.resolve(world_size)
+            mesh, schedule = replace(strategy.mesh_config, **free, expert_parallel=1), OneForwardOneBackward()
+        degrees = (mesh or strategy.mesh_config).resolve(world_size)
         tokens = given.tokens or _of_data(self.datamodule, "sequence_length", "--tokens, the tokens of a row")
         data_ranks = degrees.data_parallel_replicate * degrees.data_parallel_shard
         accumulated = trainer["accumulate_grad_batches"] or 1
@@ -64,7 +64,7 @@ class _Planning(D9DCLI):
             tokens=tokens,
             precision=precision,
             accumulates_batches=accumulated > 1,
-            mesh=degrees,
+            mesh=mesh,
             schedule=schedule,
             memory=machine.allocatable,
             gpus_per_node=machine.gpus_per_node,
