@@ -38,7 +38,8 @@ if TYPE_CHECKING:  # functions import it, as metadata.py says
 VALUES_NAME = "values.pt"
 _FORMAT = "lightning_d9d checkpoint 2"
 _DATA_NAME = re.compile(r"data-([0-9a-f]{16})")
-_OF_ADAPTER = re.compile(r"lora\.[ab]$")
+OF_ADAPTER = re.compile(r"lora\.[ab]$")
+"""The end of the names of adapters' tensors."""
 
 
 def is_directory(path: str | Path) -> bool:
@@ -277,7 +278,7 @@ def what_differs(misfits: Iterable[str], others: Iterable[str]) -> str:
         others: Tensors that only one of the two has.
     """
     misfits, others = list(misfits), list(others)
-    if not all(_OF_ADAPTER.search(name) for name in misfits + others):
+    if not all(OF_ADAPTER.search(name) for name in misfits + others):
         return "is of another model"
     return "has LoRA adapters of other weights" if others else "has LoRA adapters of another rank"
 
