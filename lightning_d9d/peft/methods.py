@@ -216,7 +216,9 @@ class Stack(PeftMethod):
     """The methods; two of them may not give one weight an adapter."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.methods, Sequence) and self.methods) or not all(isinstance(each, PeftMethod) for each in self.methods):
+        if not (isinstance(self.methods, Sequence) and self.methods) or not all(
+            isinstance(each, PeftMethod) for each in self.methods
+        ):
             raise ConfigError(f"Stack.methods={self.methods!r} must be a list of LoRA, FullTune or Stack")
         object.__setattr__(self, "methods", tuple(self.methods))
 

@@ -131,13 +131,9 @@ def test_another_scale_of_adapters_is_refused(tmp_path: Path, mode: str) -> None
     for change in ({"alpha": 12.0}, {"rslora": True}):
         other = dataclasses.replace(LAYERS, **change)
         torch.manual_seed(1)
-        with pytest.raises(
-            StateError, match=r"q_proj has scale 1.5, but that of the model has .*set LoRA's alpha and"
-        ):
+        with pytest.raises(StateError, match=r"q_proj has scale 1.5, but that of the model has .*set LoRA's alpha and"):
             Qwen3MoePretraining.load_from_checkpoint(saved, peft=other)
-        with pytest.raises(
-            StateError, match=r"q_proj has scale 1.5, but that of the model has .*set LoRA's alpha and"
-        ):
+        with pytest.raises(StateError, match=r"q_proj has scale 1.5, but that of the model has .*set LoRA's alpha and"):
             fit(tmp_path, mode, {}, ckpt=saved, peft=other)
     torch.manual_seed(1)
     equal = dataclasses.replace(LAYERS, dropout=0.5)
