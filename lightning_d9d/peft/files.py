@@ -113,8 +113,8 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path, 
         verify: Whether to compare checksums, if the directory has a manifest, as those of `save_adapter` have.
 
     Raises:
-        StateError: On every rank: a file is missing or damaged, has unknown tensors or settings or numbers that are not
-            finite, or belongs to another model or other adapters.
+        StateError: On every rank: a file is missing or damaged, or has unknown tensors or settings. Or it has numbers
+            that are not finite, or belongs to another model or other adapters.
         ConfigError: The adapters of the model are merged. Or the stages of a `D9DModule` are not built, or a model on
             several ranks has no adapters.
     """
@@ -136,8 +136,8 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path, 
     with ranks.agreed(failure):
         if not everywhere:
             raise ConfigError(
-                "the model has no adapters, and gets them from files only in one process; set its peft to LoRA with "
-                "the ranks and targets of the file"
+                "the model has no adapters. On several ranks files do not give it some; set its peft to LoRA with the "
+                "ranks and targets of the file"
             )
         saved.check_names(everywhere)
         for stage in stages:

@@ -61,8 +61,9 @@ def _is_number(value: object) -> bool:
 
 def _are_patterns(targets: object) -> bool:
     """Return whether targets are a list with at least one pattern."""
-    is_list = isinstance(targets, Sequence) and not isinstance(targets, str)
-    return is_list and len(targets) > 0 and all(isinstance(each, str) and each for each in targets)
+    if isinstance(targets, str) or not isinstance(targets, Sequence):
+        return False
+    return len(targets) > 0 and all(isinstance(each, str) and each for each in targets)
 
 
 @dataclass(frozen=True)
