@@ -264,8 +264,8 @@ def compare(
     if misfits or others:
         raise StateError(
             f"{failure}, the checkpoint {what_differs(misfits, others)}: "
-            f"{first_of([*misfits.values(), *others.values()])}. Build the model with the config it was saved with, or "
-            "give another checkpoint"
+            f"{first_of([*misfits.values(), *others.values()])}. Build the model with the config and peft it was saved "
+            "with, or give another checkpoint"
         )
     return differences
 
