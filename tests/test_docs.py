@@ -121,7 +121,7 @@ def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-d9d"])
-    warm.context()
+    warm.context()  # processes that a page starts begin with their imports made
     forks = partial(torch.multiprocessing.start_processes, start_method="forkserver")
     monkeypatch.setattr(torch.multiprocessing, "spawn", forks)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
