@@ -156,6 +156,7 @@ THINNED = {
         "split-every_2",
         "split-none",
     ),
+    "parallel/test_compiling.py::test_numbers_of_tokens_that_travel_are_not_compiled": ("all_to_all-none-False",),
     "parallel/test_recompute.py::test_fully_sharded_blocks_are_gathered_once_in_the_backward": (
         "selective",
         "attention",
