@@ -22,7 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9d.checkpoint import MODEL, Checkpoint, StoredTensor, is_directory, open_directory, whole_checkpoint
+from lightning_d9d.checkpoint import (
+    MODEL,
+    OF_ADAPTER,
+    Checkpoint,
+    StoredTensor,
+    is_directory,
+    open_directory,
+    whole_checkpoint,
+)
 from lightning_d9d.errors import ConfigError, StateError, printable
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.config import read_description, refuse_checkpoint
@@ -69,7 +77,7 @@ def main(chosen: argparse.Namespace) -> None:
         StateError: The source is missing, damaged or of another kind, or the target cannot be written.
         ConfigError: The arguments ask for something impossible.
     """
-    dtype = getattr(torch, chosen.dtype) if chosen.dtype else None
+    dtype = _dtype_of(chosen)
     with reading(chosen.source):
         source = place_of(chosen.source)
     with reading(chosen.target):
@@ -98,6 +106,11 @@ def main(chosen: argparse.Namespace) -> None:
     convert = _from_checkpoint if is_checkpoint(str(source)) else _from_huggingface
     convert(str(source), chosen, options)
     _say_directory(chosen.target)
+
+
+def _dtype_of(chosen: argparse.Namespace) -> torch.dtype | None:
+    """Return the dtype of the files; None keeps that of each tensor."""
+    return getattr(torch, chosen.dtype) if chosen.dtype else None
 
 
 def _refuse_without_effect(chosen: argparse.Namespace, *, is_file: bool) -> None:
@@ -150,7 +163,7 @@ def _from_huggingface(source: str, chosen: argparse.Namespace, options: Mapping[
         save_tensors(reader, chosen.target, Sequential([to_parameters, to_files]), files=files, **options)
         return
     weights = _weights_of(reader, to_parameters, options)
-    save_tensors(_with_adapter(weights, config, chosen.adapter), chosen.target, to_files, files=files, **options)
+    save_tensors(_with_adapter(weights, config, chosen), chosen.target, to_files, files=files, **options)
 
 
 def _refuse_fused(config: Qwen3MoeConfig, fused_experts: bool) -> None:
@@ -158,24 +171,35 @@ def _refuse_fused(config: Qwen3MoeConfig, fused_experts: bool) -> None:
         config.refuse_without_experts("--fused-experts")
 
 
-def _with_adapter(weights: Mapping[str, Readable], config: Qwen3MoeConfig, adapter: str) -> dict[str, Readable]:
+def _with_adapter(
+    weights: Mapping[str, Readable], config: Qwen3MoeConfig, chosen: argparse.Namespace
+) -> dict[str, Readable]:
     """Return the weights of a model, with the adapters of a directory added when they are read."""
     model = _on_meta(config)
-    saved = SavedAdapter(adapter)
+    saved = SavedAdapter(chosen.adapter)
+    saved.check_values(checksums=not chosen.no_verify)
     apply_plan(model, saved.plan(model))
-    return merged_weights(weights, model, saved.matrices)
+    return merged_weights(weights, model, saved.matrices, _dtype_of(chosen))
 
 
 def _with_own_adapters(
     weights: Mapping[str, Readable],
     config: Qwen3MoeConfig,
-    method: PeftMethod,
+    method: PeftMethod | None,
     stored: Mapping[str, Readable],
     source: str,
+    file_dtype: torch.dtype | None,
 ) -> dict[str, Readable]:
     """Return the weights of a checkpoint, with its adapters added when they are read."""
     model = _on_meta(config)
-    inject(model, method)
+    if method is not None:
+        inject(model, method)
+    expected = {name for name, _ in model.named_parameters()}
+    if unknown := [name for name in stored if OF_ADAPTER.search(name) and name not in expected]:
+        raise StateError(
+            f"{source} has the adapter {unknown[0]}, which its own peft setting does not have; write the weights from "
+            "the run, with the callback HuggingFaceExport or save_huggingface"
+        )
 
     def matrices(site: Site) -> tuple[Tensor, Tensor]:
         names = [f"{site.prefix}{each}" for each in "ab"]
@@ -184,7 +208,7 @@ def _with_own_adapters(
         a, b = (stored[name][(slice(None),) * len(stored[name].shape)] for name in names)
         return a, b
 
-    return merged_weights(weights, model, matrices)
+    return merged_weights(weights, model, matrices, file_dtype)
 
 
 def _on_meta(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
@@ -239,10 +263,9 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
         **_tokenizer_files(chosen),
         "config.json": _described(config.to_dict(), specs, options["dtype"]),
     }
-    if method is not None:
-        used = _with_own_adapters(used, config, method, weights, source)
+    used = _with_own_adapters(used, config, method, weights, source, options["dtype"])
     if chosen.adapter is not None:
-        used = _with_adapter(used, config, chosen.adapter)
+        used = _with_adapter(used, config, chosen)
     save_tensors(used, chosen.target, huggingface_mapper(config, chosen.fused_experts), files=files, **options)
 
 

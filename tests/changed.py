@@ -51,7 +51,7 @@ class Modules:
 
     def __init__(self, root: Path) -> None:
         paths = [path for part in (PACKAGE, TESTS) for path in (root / part).rglob("*.py")]
-        self._trees = {_module_of(path.relative_to(root).as_posix()): ast.parse(path.read_text()) for path in paths}
+        self._nodes = {_module_of(path.relative_to(root).as_posix()): _nodes_of(path.read_text()) for path in paths}
         self._imports: dict[str, set[str]] = {}
         self._passed_on: dict[str, dict[str, str]] = {}
         """Names that a module imports, and from where."""
@@ -71,11 +71,11 @@ class Modules:
 
     def _imports_of(self, module: str) -> set[str]:
         if module not in self._imports:
-            self._imports[module] = set(self._read(self._trees[module])) if module in self._trees else set()
+            self._imports[module] = set(self._read(module)) if module in self._nodes else set()
         return self._imports[module]
 
-    def _read(self, tree: ast.Module) -> Iterator[str]:
-        for node in ast.walk(tree):
+    def _read(self, importer: str) -> Iterator[str]:
+        for node in self._nodes[importer]:
             match node:
                 case ast.Import(names=names):
                     yield from (each.name for each in names)
@@ -86,15 +86,20 @@ class Modules:
 
     def _home(self, module: str, name: str) -> str:
         """Return the module that a name comes from, which a package may only pass on."""
-        if f"{module}.{name}" in self._trees:
+        if f"{module}.{name}" in self._nodes:
             return f"{module}.{name}"
         if module not in self._passed_on:
-            nodes = ast.walk(self._trees[module]) if module in self._trees and module.count(".") < 2 else []
+            nodes = self._nodes.get(module, []) if module.count(".") < 2 else []
             imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
             self._passed_on[module] = {each.name: str(node.module) for node in imports for each in node.names}
         passed_on = self._passed_on[module]
         source = passed_on.get(name, passed_on.get("*"))
         return module if source is None else self._home(source, name)
+
+
+def _nodes_of(text: str) -> list[ast.AST]:
+    """Return the imports and strings of a file. All nodes of all files would keep the garbage collector busy."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom | ast.Constant)]
 
 
 def _module_of(path: str) -> str:

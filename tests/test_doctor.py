@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 import tomllib
 from pathlib import Path
@@ -16,6 +14,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from lightning_d9d import doctor, env
 from lightning_d9d.errors import RankError
+from tests.harness import warm
 from tests.harness.ranks import RankContext
 from tests.loop.test_launchers import free_port, slurm, start_ranks
 
@@ -39,10 +38,9 @@ def check_healthy(output: str) -> None:
 
 
 @pytest.mark.jobs
-def test_command_on_this_machine():
+def test_command_on_this_machine(tmp_path):
     start = time.monotonic()
-    command = [sys.executable, "-m", "lightning_d9d.cli", "doctor"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    result = warm.run_command("doctor", folder=tmp_path, variables={}, seconds=240)
     print(f"{time.monotonic() - start:.1f} s\n{result.stdout}")
     assert result.returncode == 0, result.stderr
     check_healthy(result.stdout)

@@ -8,6 +8,7 @@ parameters with several names.
 
 from lightning_d9d.checkpoint.background import BackgroundSaver
 from lightning_d9d.checkpoint.directory import (
+    OF_ADAPTER,
     Checkpoint,
     Differences,
     compare,
@@ -41,6 +42,7 @@ __all__ = [
     "AVERAGES",
     "GROUPS",
     "MODEL",
+    "OF_ADAPTER",
     "ONE_PROCESS",
     "OPTIMIZER",
     "BackgroundSaver",

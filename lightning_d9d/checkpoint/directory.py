@@ -38,7 +38,8 @@ if TYPE_CHECKING:  # functions import it, as metadata.py says
 VALUES_NAME = "values.pt"
 _FORMAT = "lightning_d9d checkpoint 2"
 _DATA_NAME = re.compile(r"data-([0-9a-f]{16})")
-_OF_ADAPTER = re.compile(r"lora\.[ab]$")
+OF_ADAPTER = re.compile(r"lora\.[ab]$")
+"""The end of the names of adapters' tensors."""
 
 
 def is_directory(path: str | Path) -> bool:
@@ -263,21 +264,22 @@ def compare(
     if misfits or others:
         raise StateError(
             f"{failure}, the checkpoint {what_differs(misfits, others)}: "
-            f"{first_of([*misfits.values(), *others.values()])}. Build the model with the config it was saved with, or "
-            "give another checkpoint"
+            f"{first_of([*misfits.values(), *others.values()])}. Build the model with the config and peft it was saved "
+            "with, or give another checkpoint"
         )
     return differences
 
 
 def what_differs(misfits: Iterable[str], others: Iterable[str]) -> str:
-    """Return what is wrong with a checkpoint, by the names of tensors.
+    """Return what is wrong with a checkpoint, by the names of tensors. Without names, it is of another model.
 
     Args:
         misfits: Tensors that have another shape in the model.
         others: Tensors that only one of the two has.
     """
     misfits, others = list(misfits), list(others)
-    if not all(_OF_ADAPTER.search(name) for name in misfits + others):
+    names = misfits + others
+    if not names or not all(map(OF_ADAPTER.search, names)):
         return "is of another model"
     return "has LoRA adapters of other weights" if others else "has LoRA adapters of another rank"
 

@@ -56,11 +56,11 @@ class _Planning(D9DCLI):
         if gpus_per_node is None and trainer["num_nodes"] > 1:
             gpus_per_node = _devices(trainer) or None
         machine = machine_of(given.gpu, gpus_per_node=gpus_per_node)
-        mesh, schedule = strategy.mesh_config, strategy.schedule
+        mesh, schedule = None, None
         if given.search:
             free = {"pipeline_parallel": 1, "data_parallel_shard": 1, "data_parallel_replicate": -1}
-            mesh, schedule = replace(mesh, **free, expert_parallel=1), OneForwardOneBackward()
-        degrees = mesh.resolve(world_size)
+            mesh, schedule = replace(strategy.mesh_config, **free, expert_parallel=1), OneForwardOneBackward()
+        degrees = (mesh or strategy.mesh_config).resolve(world_size)
         tokens = given.tokens or _of_data(self.datamodule, "sequence_length", "--tokens, the tokens of a row")
         data_ranks = degrees.data_parallel_replicate * degrees.data_parallel_shard
         accumulated = trainer["accumulate_grad_batches"] or 1
@@ -74,7 +74,7 @@ class _Planning(D9DCLI):
             tokens=tokens,
             precision=precision,
             accumulates_batches=accumulated > 1,
-            mesh=degrees,
+            mesh=mesh,
             schedule=schedule,
             memory=machine.allocatable,
             gpus_per_node=machine.gpus_per_node,

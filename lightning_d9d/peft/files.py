@@ -14,8 +14,9 @@ from torch import nn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.sharding import local, local_ranges
-from lightning_d9d.peft.inject import adapted_sites, apply_plan, is_adapted, stages_of
+from lightning_d9d.peft.inject import adapted_sites, apply_plan, builds_stages, is_adapted, stages_of
 from lightning_d9d.peft.layouts import EXPERT_PARTS, file_tensors
+from lightning_d9d.peft.methods import method_of
 from lightning_d9d.peft.saved import ADAPTER_CONFIG, ADAPTER_FILE, SavedAdapter
 from lightning_d9d.peft.sites import sites_of
 from lightning_d9d.state import save_tensors
@@ -97,33 +98,47 @@ def adapter_config(
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) -> None:
+def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path, *, verify: bool = True) -> None:
     """Give a model the adapters of a directory, from `save_adapter` or from Hugging Face's `peft`, in place.
 
-    A whole model without adapters gets them, as `inject` would. Existing adapters, also sharded ones, get the values;
-    their own scale stays, and `b` is adjusted to it. Both layouts can be read, and so can layers with different ranks.
+    In one process a model without adapters gets them, as `inject` would. Existing adapters, also sharded ones, get the
+    values; their own scale stays, and `b` is adjusted to it. Both layouts can be read, and so can layers with different
+    ranks.
 
     Collective over the default process group if there is one. Everything is checked before anything changes.
 
     Args:
         model: The whole model, all stages of this rank, or a `D9DModule`.
         directory: The directory; the same on every rank.
+        verify: Whether to compare checksums, if the directory has a manifest, as those of `save_adapter` have.
 
     Raises:
-        StateError: On every rank: a file is missing or damaged, has unknown tensors or settings, or belongs to another
-            model or other adapters.
-        ConfigError: The adapters of the model are merged.
+        StateError: On every rank: a file is missing or damaged, or has unknown tensors or settings. Or it has numbers
+            that are not finite, or belongs to another model or other adapters.
+        ConfigError: The adapters of the model are merged. Or the stages of a `D9DModule` are not built, or a model on
+            several ranks has no adapters.
     """
     ranks, failure = Ranks(), f"adapters cannot be loaded from {str(directory)!r}"
     with ranks.agreed(failure):
         stages = stages_of(model)
         saved = SavedAdapter(directory)
+        saved.check_values(verify, ranks.share)
+        if not stages:
+            raise ConfigError(
+                f"the stages of {type(model).__name__} are not built yet; call configure_model() first, or load the "
+                "adapters in its load_pretrained()"
+            )
         if ranks.alone and len(stages) == 1 and not is_adapted(stages[0]):
-            apply_plan(stages[0], saved.plan(stages[0]))
+            _give_adapters(model, stages[0], saved)
     own = {site.name: "" for stage in stages for site, _ in adapted_sites(stage)}
     everywhere = ranks.merge(own)
     values: list[tuple[torch.Tensor, torch.Tensor]] = []
     with ranks.agreed(failure):
+        if not everywhere:
+            raise ConfigError(
+                "the model has no adapters. On several ranks files do not give it some; set its peft to LoRA with the "
+                "ranks and targets of the file"
+            )
         saved.check_names(everywhere)
         for stage in stages:
             for site, adapter in adapted_sites(stage):
@@ -136,6 +151,20 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) 
     for parameter, whole in values:
         ranges = tuple(slice(each.start, each.stop) for each in local_ranges(parameter))
         local(parameter.detach()).copy_(whole[ranges])
+
+
+def _give_adapters(model: nn.Module | Sequence[nn.Module], stage: nn.Module, saved: SavedAdapter) -> None:
+    """Give a whole model the adapters of a file, without their values. A `D9DModule` builds its stages so from now on.
+
+    Local.
+    """
+    plan = saved.plan(stage)
+    if not builds_stages(model):
+        apply_plan(stage, plan)
+        return
+    method = method_of(plan, stage)
+    apply_plan(stage, method.plan(stage))
+    model.peft, model.has_adapters = method, True
 
 
 def _agreed_config(

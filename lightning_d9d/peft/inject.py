@@ -21,6 +21,8 @@ class BuildsStages(Protocol):
 
     stages: nn.ModuleList
     """The stages of this rank, once they are built."""
+    peft: PeftMethod | None
+    """The method by which stages are built; None trains all parameters."""
     has_adapters: bool
     """True if built stages have adapters, including those of other ranks."""
 
@@ -156,13 +158,13 @@ def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:
                 f"checkpoint in one process and {verb} there"
             )
     for site, adapter in adapted:
-        site.weight.copy_(with_product(site.weight, adapter.product() * sign))
+        site.weight.copy_(with_product(site.weight, adapter.product() * sign, site.weight.dtype))
         adapter.is_merged = not is_merged
 
 
-def with_product(weight: Tensor, product: Tensor) -> Tensor:
-    """Return the sum of a weight and the product of its adapter, rounded once to the dtype of the weight. Local."""
-    return (weight.to(product.dtype) + product).to(weight.dtype)
+def with_product(weight: Tensor, product: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of a weight and the product of its adapter, rounded once to a dtype. Local."""
+    return (weight.to(product.dtype) + product).to(dtype)
 
 
 def _check_untouched(module: nn.Module, sites: list[Site]) -> None:

@@ -23,35 +23,39 @@ class MergedWeight:
         values: The weight, or a shard of it.
         box: The place of `values` in the weight.
         adapter: Adapter with whole matrices.
+        file_dtype: Dtype of the file, if it is known. A sum in a wider dtype than the weight's is not rounded to that.
     """
 
-    def __init__(self, values: Readable, box: Box, adapter: Adapter) -> None:
+    def __init__(self, values: Readable, box: Box, adapter: Adapter, file_dtype: torch.dtype | None = None) -> None:
         self._values, self._box, self._adapter = values, box, adapter
-        self.shape, self.dtype = values.shape, values.dtype
+        self.shape, self.dtype = values.shape, torch.promote_types(values.dtype, file_dtype or values.dtype)
 
     def __getitem__(self, index: Index) -> Tensor:
         places = tuple(_shifted(each, dim.start) for each, dim in zip(index, self._box, strict=True))
         values = self._values[index]
-        return with_product(values, self._adapter.product(places).to(values.device))
+        return with_product(values, self._adapter.product(places).to(values.device), self.dtype)
 
 
 @torch.no_grad()
-def with_adapters(stages: Iterable[nn.Module], local: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
+def with_adapters(
+    stages: Iterable[nn.Module], local: Mapping[str, LocalShard], file_dtype: torch.dtype | None = None
+) -> dict[str, LocalShard]:
     """Make shards of weights readable with their adapters. Collective over the ranks that share adapters.
 
     Adapters are gathered, so each rank holds all adapters of its stages; weights are not moved. The values that are
-    read equal the result of `merge`, bit for bit.
+    read equal the result of `merge`, bit for bit, unless the file has a wider dtype.
 
     Args:
         stages: This rank's.
         local: The shards of their parameters, by name.
+        file_dtype: As for `MergedWeight`.
     """
     merged = dict(local)
     for stage in stages:
         for site, adapter in adapted_sites(stage):
             if not adapter.is_merged:
                 values, box = local[site.parameter]
-                merged[site.parameter] = LocalShard(MergedWeight(values, box, adapter.whole()), box)
+                merged[site.parameter] = LocalShard(MergedWeight(values, box, adapter.whole(), file_dtype), box)
     return merged
 
 
@@ -79,7 +83,10 @@ class ViewedWeight:
 
 
 def merged_weights(
-    weights: Mapping[str, Readable], model: nn.Module, matrices: Callable[[Site], tuple[Tensor, Tensor]]
+    weights: Mapping[str, Readable],
+    model: nn.Module,
+    matrices: Callable[[Site], tuple[Tensor, Tensor]],
+    file_dtype: torch.dtype | None = None,
 ) -> dict[str, Readable]:
     """Make weights in files readable with adapters, one slice after the other. Local.
 
@@ -87,12 +94,13 @@ def merged_weights(
         weights: Weights by the names of the model's parameters.
         model: The whole model, with adapters, on the meta device.
         matrices: Called for each adapter: returns its whole `a` and `b`.
+        file_dtype: As for `MergedWeight`.
     """
     merged = dict(weights)
     for site, adapter in adapted_sites(model):
         weight = weights[site.parameter]
         whole = adapter.with_matrices(*matrices(site))
-        merged[site.parameter] = MergedWeight(weight, whole_box(weight.shape), whole)
+        merged[site.parameter] = MergedWeight(weight, whole_box(weight.shape), whole, file_dtype)
     return merged
 
 

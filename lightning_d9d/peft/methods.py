@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.peft.sites import (
     Site,
     chosen_by,
@@ -54,6 +55,17 @@ class PeftMethod(ABC):
         """
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_patterns(targets: object) -> bool:
+    """Return whether targets are a list with at least one pattern."""
+    if isinstance(targets, str) or not isinstance(targets, Sequence):
+        return False
+    return len(targets) > 0 and all(isinstance(each, str) and each for each in targets)
+
+
 @dataclass(frozen=True)
 class LoRA(PeftMethod):
     """Adapters of low rank beside frozen weights (https://arxiv.org/abs/2106.09685).
@@ -91,13 +103,13 @@ class LoRA(PeftMethod):
     def __post_init__(self) -> None:
         for name in ("rank", "rank_of_experts"):
             value = getattr(self, name)
-            if not (value is None and name != "rank") and (not isinstance(value, int) or value < 1):
+            if not (value is None and name != "rank") and (type(value) is not int or value < 1):
                 raise ConfigError(f"LoRA.{name}={value!r} must be an integer of at least 1")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigError(f"LoRA.alpha={self.alpha!r} must be above 0")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"LoRA.dropout={self.dropout!r} must be from 0 to less than 1")
-        if isinstance(self.targets, str) or (self.targets is not None and not all(self.targets)):
+        if not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
+            raise ConfigError(f"LoRA.alpha={self.alpha!r} must be a number above 0")
+        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
+            raise ConfigError(f"LoRA.dropout={self.dropout!r} must be a number from 0 to less than 1")
+        if self.targets is not None and not _are_patterns(self.targets):
             raise ConfigError(f"LoRA.targets={self.targets!r} must be a list of patterns, such as ['q_proj', 'v_proj']")
         if self.targets is not None:
             object.__setattr__(self, "targets", tuple(self.targets))  # YAML has lists
@@ -170,7 +182,7 @@ class FullTune(PeftMethod):
     def __post_init__(self) -> None:
         if isinstance(self.targets, str):
             object.__setattr__(self, "targets", (self.targets,))
-        if not self.targets or not all(self.targets):
+        if not _are_patterns(self.targets):
             raise ConfigError(f"FullTune.targets={self.targets!r} must be a list of patterns, such as ['norm']")
         object.__setattr__(self, "targets", tuple(self.targets))
 
@@ -202,10 +214,12 @@ class Stack(PeftMethod):
     """
 
     methods: Sequence[PeftMethod]
-    """The methods. The methods; two of them may not give one weight an adapter."""
+    """The methods; two of them may not give one weight an adapter."""
 
     def __post_init__(self) -> None:
-        if not self.methods or not all(isinstance(each, PeftMethod) for each in self.methods):
+        if not (isinstance(self.methods, Sequence) and self.methods) or not all(
+            isinstance(each, PeftMethod) for each in self.methods
+        ):
             raise ConfigError(f"Stack.methods={self.methods!r} must be a list of LoRA, FullTune or Stack")
         object.__setattr__(self, "methods", tuple(self.methods))
 
@@ -226,6 +240,42 @@ class Stack(PeftMethod):
             adapters |= plan.adapters
             trained |= plan.trained
         return PeftPlan(adapters, frozenset(trained))
+
+
+def method_of(plan: PeftPlan, module: nn.Module) -> PeftMethod:
+    """Return the method that gives a module the adapters of a plan. Local."""
+    sites = sites_of(module)
+    groups: dict[tuple[AdapterSettings, bool], list[str]] = {}
+    for name, settings in plan.adapters.items():
+        groups.setdefault((settings, sites[name].is_of_experts), []).append(re.escape(name))
+    methods = [
+        LoRA(each.rank, each.scale * each.rank, names, each.dropout, each.rank if is_of_experts else None)
+        for (each, is_of_experts), names in groups.items()
+    ]
+    return methods[0] if len(methods) == 1 else Stack(methods)
+
+
+def check_scales(saved: PeftMethod, own: PeftMethod, module: nn.Module) -> None:
+    """Compare the scales of adapters of equal rank: matrices that were trained with another scale compute otherwise.
+
+    Local.
+
+    Args:
+        saved: Method of a checkpoint.
+        own: The module's method.
+        module: The whole module, without adapters.
+
+    Raises:
+        StateError: A scale differs.
+    """
+    adapters = own.plan(module).adapters
+    for name, theirs in saved.plan(module).adapters.items():
+        ours = adapters.get(name, theirs)
+        if ours.rank == theirs.rank and not math.isclose(ours.scale, theirs.scale):
+            raise StateError(
+                f"the checkpoint's adapter of {name} has scale {theirs.scale:.6g}, but that of the model has "
+                f"{ours.scale:.6g}; set LoRA's alpha and rslora to those of the checkpoint"
+            )
 
 
 def as_table(method: PeftMethod) -> dict[str, Any]:

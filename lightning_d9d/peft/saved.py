@@ -16,8 +16,8 @@ from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.peft.layouts import EXPERT_PARTS, PREFIX, FileKey, from_fused
 from lightning_d9d.peft.methods import AdapterSettings, PeftPlan
-from lightning_d9d.peft.sites import Site, sites_of
-from lightning_d9d.state import SafetensorsReader
+from lightning_d9d.peft.sites import Site, sites_of, tied_site
+from lightning_d9d.state import Checks, SafetensorsReader
 from lightning_d9d.state.format import read_json, reading
 from lightning_d9d.state.places import place_of
 
@@ -30,8 +30,16 @@ _REFUSED = {
     "modules_to_save": None,
     "layer_replication": None,
     "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "use_bdlora": None,
+    "use_qalora": False,
 }
 """Settings whose other values mean something that adapters here do not support."""
+_CHANGES_BASE = re.compile("corda|loftq|lora_ga|olora|pissa", re.IGNORECASE)
+"""The beginnings of those `init_lora_weights` that change the weights of the base, too."""
 _BASE = ".base_layer.weight"
 _WEIGHT_OF_PART = {part: weight for weight, parts in EXPERT_PARTS.items() for part in parts}
 
@@ -61,20 +69,38 @@ class SavedAdapter:
             folder = place_of(directory)
         self.path = folder
         self.config = _read_config(folder)
-        self.reader = SafetensorsReader(folder / ADAPTER_FILE)
+        self.reader = SafetensorsReader(folder, ADAPTER_FILE)
         self._bases: dict[str, str] = {}
         self.entries = self._find_entries()
         if not self.entries:
             raise StateError(f"{folder / ADAPTER_FILE}: it has no adapters; give the directory of some")
 
+    def check_values(self, checksums: bool, share: slice = slice(None)) -> None:
+        """Look for numbers that are infinite or NaN, and compare checksums. Local.
+
+        Args:
+            checksums: Whether to compare checksums, if the directory has a manifest, as those of `save_adapter` have.
+            share: This rank's part of the tensors.
+
+        Raises:
+            StateError: A tensor is damaged.
+        """
+        self.reader.verify(sorted(self.reader)[share], Checks(checksums, finite=True))
+
     def plan(self, module: nn.Module) -> PeftPlan:
         """Return the plan that gives a whole module these adapters. Local.
 
         Raises:
-            StateError: An adapter belongs to a weight that the module does not have.
+            StateError: An adapter belongs to a weight that the module does not have, or that several layers share.
         """
         sites = sites_of(module)
         self.check_names({name: "" for name in self.entries if name in sites})
+        if (site := tied_site((sites[name] for name in self.entries), module)) is not None:
+            raise StateError(
+                f"{self.path / ADAPTER_FILE} has an adapter of {site.name}, whose weight another layer shares in this "
+                "model (tied embeddings), so that it cannot be merged. Give adapters that were made without it, or a "
+                "base without tied embeddings"
+            )
         settings = {}
         for name in self.entries:
             rank = self.matrices(sites[name])[1].shape[-1]
@@ -276,10 +302,28 @@ def _read_config(folder: Any) -> dict[str, Any]:
     for name, allowed in _REFUSED.items():
         if (value := config.get(name, allowed)) not in (allowed, None, [], {}):
             raise StateError(f"{path}: {name}={value!r} is not supported; give adapters that were made without it")
+    if isinstance(init := config.get("init_lora_weights"), str) and _CHANGES_BASE.match(init):
+        raise StateError(
+            f"{path}: init_lora_weights={init!r} changes the weights of the base, too; give adapters that were saved "
+            "with path_initial_model_for_weight_conversion, which fit the original base"
+        )
     numbers = [config.get("r"), config.get("lora_alpha")]
     for patterns in ("rank_pattern", "alpha_pattern"):
         table = config.get(patterns) or {}
         numbers += table.values() if isinstance(table, Mapping) else [table]
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) and each > 0 for each in numbers):
+        _check_patterns(path, patterns, table)
+    if not all(
+        isinstance(each, int | float) and not isinstance(each, bool) and 0 < each < math.inf for each in numbers
+    ):
         raise StateError(f"{path}: r, lora_alpha, rank_pattern and alpha_pattern must have numbers above 0")
     return config
+
+
+def _check_patterns(path: Any, setting: str, patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(str(pattern))
+        except re.error as error:
+            raise StateError(
+                f"{path}: {setting} has {pattern!r}, which is not a regular expression: {error}"
+            ) from error

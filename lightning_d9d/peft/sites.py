@@ -189,15 +189,22 @@ def refuse_tied(sites: Iterable[Site], module: nn.Module) -> None:
     Raises:
         ConfigError: One is.
     """
+    if (site := tied_site(sites, module)) is not None:
+        raise ConfigError(
+            f"LoRA: {site.name} cannot have an adapter, because another layer has the same weight (tied embeddings). "
+            "Leave it out, train it whole with FullTune, or build the model without tied embeddings "
+            "(tie_word_embeddings=False)"
+        )
+
+
+def tied_site(sites: Iterable[Site], module: nn.Module) -> Site | None:
+    """Return the first site whose matrix another layer shares; None if there is none. Local."""
     without_weight = any(isinstance(part, LMHead) and part.weight is None for part in module.modules())
     num_holders = Counter(map(id, (each for _, each in module.named_parameters(remove_duplicate=False))))
     for site in sites:
         if num_holders[id(site.weight)] > 1 or (without_weight and isinstance(site.owner, nn.Embedding)):
-            raise ConfigError(
-                f"LoRA: {site.name} cannot have an adapter, because another layer has the same weight (tied "
-                "embeddings). Leave it out, train it whole with FullTune, or build the model without tied embeddings "
-                "(tie_word_embeddings=False)"
-            )
+            return site
+    return None
 
 
 def _is_plain(part: nn.Module) -> bool:

@@ -356,6 +356,27 @@ def beside(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None =
     return found
 
 
+def link_fields(
+    sizes: Sizes, device: torch.device, group: dist.ProcessGroup, num_nodes: int = 1
+) -> tuple[dict[str, float], list[Measured]]:
+    """Measure links, and what messages slow down. Collective over the group, which spans so many nodes.
+
+    Returns:
+        Fields of a machine table, and each operation.
+    """
+    of_kinds = links(sizes, device, group)
+    gathered, small = of_kinds["all_gather"], of_kinds["small message"]
+    size = dist.get_world_size(group)
+    slowed = beside(sizes, device, group)
+    values = {
+        "network_bytes" if num_nodes > 1 else "node_link_bytes": gathered.num_bytes / gathered.seconds,
+        "latency": small.seconds / (2 * (size - 1)),  # a sum goes round twice
+        "gpus_per_node": size // num_nodes,
+        "message_slowdown": max(0.0, statistics.fmean(share for share, _ in slowed)),
+    }
+    return values, [*of_kinds.values(), *(replace(each, name=f"{each.name}: {share:.3f}") for share, each in slowed)]
+
+
 def measure(
     device: torch.device, sizes: Sizes | None = None, *, group: dist.ProcessGroup | None = None, num_nodes: int = 1
 ) -> tuple[MachineTable, list[Measured]]:
@@ -398,15 +419,9 @@ def measure(
     rows = [*linear, *grouped, *(each for _, f, b in attended for each in (f, b)), copied, launched]
     rows += [each for of in hosted.values() for each in of.values()]
     if group is not None:
-        of_kinds = links(sizes, device, group)
-        gathered, small = of_kinds["all_gather"], of_kinds["small message"]
-        size = dist.get_world_size(group)
-        values["network_bytes" if num_nodes > 1 else "node_link_bytes"] = gathered.num_bytes / gathered.seconds
-        values["latency"] = small.seconds / (2 * (size - 1))  # a sum goes round twice
-        values["gpus_per_node"] = size // num_nodes
-        slowed = beside(sizes, device, group)
-        values["message_slowdown"] = max(0.0, statistics.fmean(share for share, _ in slowed))
-        rows += [*of_kinds.values(), *(replace(each, name=f"{each.name}: {share:.3f}") for share, each in slowed)]
+        of_links, more = link_fields(sizes, device, group, num_nodes)
+        values |= of_links
+        rows += more
     missing = tuple(each for each in _RATES if each not in values)
     source = f"measured by `lightning-d9d doctor --measure` with torch {torch.__version__}; not measured: {base.source}"
     return replace(base, **values, not_measured=missing, source=source), rows  # type: ignore[arg-type]

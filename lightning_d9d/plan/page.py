@@ -8,7 +8,19 @@ from pathlib import Path
 
 from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.plan.planning import Plan
-from lightning_d9d.plan.text import GIB, PARTS, SECONDS, changes, degrees, gib, limit, memory_rows, shown_ranks, verdict
+from lightning_d9d.plan.text import (
+    GIB,
+    PARTS,
+    SECONDS,
+    changes,
+    degrees,
+    gib,
+    limit,
+    memory_rows,
+    shown_ranks,
+    uncounted,
+    verdict,
+)
 from lightning_d9d.schedule.plot import KINDS, bars
 
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#f2a93b", "#b279a2", "#72b7b2", "#9d755d")
@@ -74,6 +86,7 @@ def page_of(plan: Plan) -> str:
         "<h2>Messages</h2>",
         *_table(["axis", "degree", "link"], degrees(plan)),
         *_table(["link", "GB a step", "s alone"], sent),
+        *([f"<p>Counted as without: {escape(settings)}.</p>"] if (settings := uncounted(plan)) else []),
         f"<p>Rates: {escape(plan.machine.source)}. Not measured on this device: "
         f"{escape(', '.join(plan.machine.not_measured) or 'none')}.</p>",
         "</body></html>\n",

@@ -24,6 +24,7 @@ from lightning_d9d.plan.machine import MachineTable, machine_of
 from lightning_d9d.plan.seconds import ProgramOf, Timed, program_of, timed
 from lightning_d9d.schedule import Auto, ModelCosts, Schedule
 from lightning_d9d.strategy.described import RunSettings, layers_of
+from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.staging import with_dtypes
 from lightning_d9d.strategy.strategy import D9DStrategy
@@ -207,7 +208,7 @@ def plan(
             Memory counts it, and time does not.
 
     Raises:
-        ConfigError: The mesh is impossible, the GPU is unknown, or the module gives no costs.
+        ConfigError: The mesh is impossible, the GPU is unknown, a setting has no effect, or the module gives no costs.
     """
     table = machine_of(machine, gpus_per_node=gpus_per_node)
     model = rank_model(
@@ -279,17 +280,21 @@ def rank_model(
         tokens: Tokens of a row.
         precision: The Trainer's precision.
         accumulates_batches: Whether several batches make a step.
-        mesh: Replaces the strategy's mesh.
-        schedule: Replaces the strategy's schedule.
+        mesh: Replaces the strategy's mesh. The strategy's settings may then have no effect.
+        schedule: Replaces the strategy's schedule. Likewise.
         memory: Bytes that a rank may allocate, for the choice of `Auto`; None adds no cap.
         gpus_per_node: GPUs of a node, which can write to each other's memory; 0 if none can.
         expert_load: As for `plan`.
 
     Raises:
-        ConfigError: The mesh is impossible, or the module gives no costs.
+        ConfigError: The mesh is impossible, a setting has no effect, or the module gives no costs.
     """
     _check_arguments(module, strategy, expert_load, world_size=world_size, rows=rows, tokens=tokens)
-    mesh = (mesh or strategy.mesh_config).resolve(world_size)
+    is_own = mesh is None and schedule is None
+    mesh, schedule = (mesh or strategy.mesh_config).resolve(world_size), schedule or strategy.schedule
+    if is_own:
+        beside = Beside(module, strategy.mesh_config, mesh, strategy.parallel, schedule)
+        check_effects(strategy.settings(), D9DStrategy().settings(), beside)
     costs = costs_of_length(module, precision)(tokens)
     check_stages(mesh, costs)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -313,7 +318,6 @@ def rank_model(
     model = replace(model, expert_load=expert_load)
     if refusal(parallel, in_backward, accumulates_batches, mixes=mixes) is None:
         model = replace(model, gpus_per_node=gpus_per_node)
-    schedule = schedule or strategy.schedule
     if isinstance(schedule, Auto):
         return _chosen(model, schedule, memory)
     number = strategy.microbatch_count.of(rows)

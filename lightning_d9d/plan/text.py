@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from lightning_d9d.parallel import ParallelConfig
+
 if TYPE_CHECKING:
     from lightning_d9d.plan.planning import Plan, RankPlan
 
@@ -109,6 +111,14 @@ def limit(plan: Plan) -> str:
     return f"limited by the device: the host needs {host:.3f} s to launch what takes the device {device:.3f} s"
 
 
+def uncounted(plan: Plan) -> str:
+    """Return the settings of the plan whose effect on time and memory is not counted, with their values."""
+    default, parallel = ParallelConfig(), plan.model.parallel
+    names = ("compile", "cuda_graphs", "overlap_experts", "overlap_pairs", "grouped_gemm", "kernels")
+    values = {name: getattr(parallel, name) for name in names}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return a table whose first column is aligned to the left, and all others to the right."""
     lines = [[str(cell) for cell in row] for row in (header, *rows)]
@@ -183,6 +193,8 @@ def report(plan: Plan) -> str:
         f"a checkpoint takes {plan.checkpoint_bytes / 1e9:.1f} GB of disk",
         f"memory of a node's host: {plan.host if plan.host.total else 'none'}",
     ]
+    if settings := uncounted(plan):
+        lines.append(f"counted as without: {settings}")
     if plan.machine.not_measured:
         lines.append(f"not measured on this device: {', '.join(plan.machine.not_measured)}")
     lines.append(f"rates: {plan.machine.source}")

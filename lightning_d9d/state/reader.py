@@ -76,13 +76,15 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
     Args:
         path: Path on a file system, or a URL that fsspec knows.
+        only_file: Name of the only file of the directory, as for `save_tensors`; by default the files are found.
 
     Raises:
         StateError: A file is missing or damaged; all methods may raise it.
     """
 
-    def __init__(self, path: str | Path | UrlPath) -> None:
+    def __init__(self, path: str | Path | UrlPath, only_file: str | None = None) -> None:
         self._open = lru_cache(_MAX_OPEN_FILES)(SafetensorsFile)
+        self._only_file = only_file
         self._left_out: set[str] = set()
         with reading(path):
             self.path = place_of(path)
@@ -215,6 +217,8 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
     def _find_tensors(self) -> dict[str, Place]:
         if self._is_file:
             return dict.fromkeys(self._open(self.path).entries, self.path)
+        if self._only_file is not None:
+            return dict.fromkeys(self._open(self.path / self._only_file).entries, self.path / self._only_file)
         if (self.path / WEIGHTS_FILE).exists():
             check_link(self.path, WEIGHTS_FILE, self.path)
             return dict.fromkeys(self._open(self.path / WEIGHTS_FILE).entries, self.path / WEIGHTS_FILE)

@@ -230,8 +230,8 @@ def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bo
             *(f"{name} is not in the file" for name in missing),
             *(f"{name} is not in the model" for name in unexpected),
         ]
-        what = what_differs(misfits, missing + unexpected) if differences else "is of another model"
         raise StateError(
-            f"checkpoint {str(path)!r} {what}: {first_of(differences or [str(error)])}. Build the module as it was "
-            "when it was saved, or give another ckpt_path"
+            f"checkpoint {str(path)!r} {what_differs(misfits, missing + unexpected)}: "
+            f"{first_of(differences or [str(error)])}. Build the module as it was when it was saved, or give another "
+            "ckpt_path"
         ) from error

@@ -95,7 +95,7 @@ class MixedReplicas:
 
     def make_equal(self, model: nn.Module) -> None:
         """Overwrite parameters and buffers by those of the first replica. Collective over all ranks."""
-        group = self._all_replicas
+        group = self._all_replicas()
         tensors = [*model.parameters(), *shared_buffers(model)]
         broadcast_tensors(map(local, tensors), group, dist.get_process_group_ranks(group)[0])
 
@@ -126,8 +126,9 @@ class MixedReplicas:
             "observer": clock,
         }
         self.mixer = Mixer(rounds, self._ranks.mesh, bucket_bytes=size, **options)
-        self._mean = ReplicaMean(self._all_replicas, size)
-        self._report = ReplicaReport(self._ranks, self._all_replicas, clock)
+        everyone = self._all_replicas()
+        self._mean = ReplicaMean(everyone, size)
+        self._report = ReplicaReport(self._ranks, everyone, clock)
 
     def begin(self, path: object) -> None:
         """Begin training, perhaps from a checkpoint. Collective over all ranks.
@@ -251,8 +252,8 @@ class MixedReplicas:
         self.mixer = self._mean = self._report = None
         self._optimizers, self._trained, self._model, self._tied = (), set(), nn.Module(), {}
 
-    @property
     def _all_replicas(self) -> dist.ProcessGroup:
+        """Return the ranks at this rank's place in all replicas. Collective over all ranks."""
         return self._ranks.mesh.mixing_group([range(self._ranks.num_replicas)])
 
     def _update(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM
 from tests.benchmarks.expert_peers import CONTENDERS, OURS, cases, measured, run_case, summary, table, verdicts
 from tests.benchmarks.expert_peers_job import OF_ITS_EXPERTS, OF_TORCHTITAN, Job, train_ours, train_transformers
+from tests.harness import warm
+from tests.harness.jobs import run_job
 from tests.harness.ranks import RankContext
 
 (TINY,) = cases("cpu", quick=True, steps=4, rows=2)
@@ -41,13 +44,19 @@ def test_torchtitan_has_a_name_for_each_of_our_parameters() -> None:
 
 
 @pytest.mark.jobs
-def test_a_contender_that_fails_or_is_late_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_fails_or_is_late_says_so(tmp_path: Path) -> None:
+    run_job(1, tmp_path, fail_and_be_late, tmp_path)
+
+
+def fail_and_be_late(folder: Path) -> None:
+    """Launch contenders as forks of this process."""
+    warm.fork_pythons()
     job = TINY.jobs[OURS]
     assert measured("x", replace(job, package="no_such_package"), 1)["failed"] == "not installed"
     assert measured("x", job, 0.2)["failed"] == "not done in 0.2 s"
-    monkeypatch.setenv("OUT", str(tmp_path))
+    os.environ["OUT"] = str(folder)
     result = run_case(replace(TINY, jobs={OURS: replace(job, recompute="sometimes")}), "cpu")
-    (row,) = map(json.loads, (tmp_path / "expert_peers.jsonl").read_text().splitlines())
+    (row,) = map(json.loads, (folder / "expert_peers.jsonl").read_text().splitlines())
     assert row["failed"].startswith("exit code 1: ")
     assert "ConfigError: ParallelConfig.recompute='sometimes'" in row["failed"]
     assert row["failed"] in table(result, "cpu")

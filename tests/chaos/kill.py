@@ -162,6 +162,7 @@ def run(folder: Path, num_kills: int, seed: int, show: bool = False, seconds: fl
                 print(f"job {report.ended}, {asynchronous=}, {report}: step {newest} of {NUM_STEPS}", flush=True)
         if not (job / FINISHED).exists():
             Running(job, True, report).finish()
+        check_what_is_left(job, NUM_STEPS, report)
         actual = weights(job)
         assert actual.keys() == expected.keys()
         for name, weight in expected.items():

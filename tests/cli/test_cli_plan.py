@@ -126,28 +126,20 @@ def test_the_option_with_the_number_of_ranks_is_named_beside_the_file(
 
 
 @pytest.mark.jobs
-def test_a_plan_imports_no_packages_that_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imports take most of a plan's time. Lightning's own are not ours to leave out."""
+def test_a_plan_ends_its_process_at_once_and_imports_no_more_than_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports take most of a plan's time. Lightning's own are not ours to leave out.
+
+    Other commands end as Python does, which calls what is registered, and frees all objects.
+    """
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(CONFIG.format(rows="batch_size: 4", strategy="microbatch_size: 1", accumulated=1))
-    script = "import sys; from lightning_d9d.cli import main; main(); print('imported', *sys.modules)"
-    command = [sys.executable, "-c", script, "plan", "--config", "run.yaml", "--world_size", "8"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    _, *imported = shown.splitlines()[-1].split()
-    assert "lightning_d9d.plan.planning" in imported
-    unused = {
-        *("torch.distributed.checkpoint", "torch.distributed.elastic", "torch.distributed.pipelining"),
-        *("torch._inductor.compile_fx", "torch._inductor.codecache", "torchdata", "datasets", "pyarrow", "plotly"),
-    }
-    assert not unused.intersection(imported)
-
-
-@pytest.mark.jobs
-def test_a_plan_ends_its_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other commands end as Python does, which calls what is registered, and frees all objects."""
-    monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(CONFIG.format(rows="batch_size: 4", strategy="microbatch_size: 1", accumulated=1))
-    script = "import atexit; atexit.register(print, 'freed'); from lightning_d9d.cli import program; program()"
+    script = (
+        "import atexit, os, sys; atexit.register(print, 'freed'); end = os._exit; "
+        "os._exit = lambda code: (print('imported', *sys.modules, flush=True), end(code)); "
+        "from lightning_d9d.cli import program; program()"
+    )
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", script, *arguments]
@@ -155,6 +147,15 @@ def test_a_plan_ends_its_process_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert run("doctor", "--help").stdout.endswith("freed\n")
     shown = run("plan", "--config", "run.yaml", "--world_size", "8", "--json", "plan.json")
-    assert shown.stdout.splitlines()[-1].startswith("rates: ")
+    *_, rates, last = shown.stdout.splitlines()
+    assert rates.startswith("rates: ")
     assert "leaked" not in shown.stderr
+    word, *imported = last.split()
+    assert word == "imported"
+    assert "lightning_d9d.plan.planning" in imported
+    unused = {
+        *("torch.distributed.checkpoint", "torch.distributed.elastic", "torch.distributed.pipelining"),
+        *("torch._inductor.compile_fx", "torch._inductor.codecache", "torchdata", "datasets", "pyarrow", "plotly"),
+    }
+    assert not unused.intersection(imported)
     assert json.loads(Path("plan.json").read_text())["world_size"] == 8

@@ -36,7 +36,8 @@ def restored_state() -> Iterator[list[str]]:
         if torch:
             torch.use_deterministic_algorithms(False)
         os.chdir(directory)
-        if dict(os.environ) != environment:
-            os.environ.clear()
-            os.environ.update(environment)
+        left = dict(os.environ)
+        for name in left.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in environment.items() if left.get(name) != value})
         leftovers += [f"thread {t.name!r}" for t in threading.enumerate() if t not in threads and not t.daemon]

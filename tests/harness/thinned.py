@@ -156,6 +156,7 @@ THINNED = {
         "split-every_2",
         "split-none",
     ),
+    "parallel/test_compiling.py::test_numbers_of_tokens_that_travel_are_not_compiled": ("all_to_all-none-False",),
     "parallel/test_recompute.py::test_fully_sharded_blocks_are_gathered_once_in_the_backward": (
         "selective",
         "attention",
@@ -199,9 +200,6 @@ THINNED = {
     "benchmarks/test_data.py::test_a_loader_and_a_step": (),
     "benchmarks/test_muon.py::test_the_share_of_a_step_is_told": (),
     "benchmarks/test_pipeline.py::test_what_is_measured": (),
-    "benchmarks/test_pipeline.py::test_gradients_and_losses_are_torchs": (
-        *("1f1b", "gpipe", "looped_bfs", "zero_bubble"),
-    ),
     "benchmarks/test_step_in_backward.py::test_contenders_do_the_same_work": (),
     "benchmarks/test_streaming.py::test_processes_need_little_private_memory": ("2",),
     "benchmarks/test_training.py::test_gradients_are_those_of_copies_and_bytes_those_computed": ("2",),

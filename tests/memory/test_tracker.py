@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def test_torch_counts_the_same(
     assert (ended["PARAM"], ended["GRAD"], most["OPT"]) == (weights, gradients, states)
     total = found.total - found.constant
     assert total == pytest.approx(most["Total"], rel=0.001)
-    row = [weights, gradients, states, total, most["Total"]]
-    cells = " | ".join(f"{value / 1e9:.3f}" for value in row)
-    assert f'| {name}, `"{recompute}"` | {cells} |' in PAGE.read_text()
+    cells = " | ".join(f"{value / 1e9:.3f}" for value in (weights, gradients, states, total))
+    row = re.search(rf'\| {name}, `"{recompute}"` \| {re.escape(cells)} \| ([0-9.]+) \|', PAGE.read_text())
+    assert row is not None
+    assert float(row[1]) == pytest.approx(most["Total"] / 1e9, abs=0.002)  # versions of torch count differently

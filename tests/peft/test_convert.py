@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy
 from lightning_d9d.generation import load_model
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
-from lightning_d9d.peft import LoRA, inject, merge, save_adapter
+from lightning_d9d.peft import LoRA, inject, load_adapter, merge, save_adapter
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.forked import killed_at
 from tests.harness.tolerances import Tolerance
@@ -180,3 +180,56 @@ def test_adapters_that_were_injected_later_are_merged(tmp_path, monkeypatch, mod
     merge(module)
     assert_loads(tmp_path / "merged", module.model)
     assert Qwen3MoePretraining.load_from_checkpoint(tmp_path / "saved.ckpt").peft == LoRA(rank=4)
+
+
+@pytest.mark.parametrize("name", ["default", "all", "rslora", "by layer"])
+def test_adapters_of_a_file_stay_those_of_the_module(base, tmp_path, monkeypatch, name):
+    """A module that got its adapters from a file has them in its checkpoint, too."""
+    save_adapter(adapted(base, METHODS[name]), tmp_path / "adapter", layout="fused")
+    module = Qwen3MoePretraining(preset=str(base), pretrained=str(base), learning_rate=0.1, warmup_steps=0)
+    with pytest.raises(ConfigError, match=r"stages of Qwen3MoePretraining are not built yet; call configure_model\(\)"):
+        load_adapter(module, tmp_path / "adapter")
+    module.configure_model()
+    load_adapter(module, tmp_path / "adapter")
+    run = trainer(D9DStrategy(checkpoint=CheckpointConfig(trainable_only=True)), max_epochs=1)
+    run.fit(module, data())
+    run.save_checkpoint(tmp_path / "saved.ckpt")
+    again = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "saved.ckpt", pretrained=str(base))
+    for each, value in module.state_dict().items():
+        assert_bitwise_equal(each, again.state_dict()[each], value)
+    convert(monkeypatch, tmp_path / "saved.ckpt", tmp_path / "merged", "--base", base)
+    merge(module)
+    assert_loads(tmp_path / "merged", module.model)
+
+
+def test_adapters_that_a_checkpoint_does_not_describe_are_not_dropped(tmp_path, monkeypatch, capsys):
+    module = Qwen3MoePretraining(make_model().config)
+    module.configure_model()
+    inject(module.model, LoRA(rank=4))
+    run = trainer(D9DStrategy(), max_epochs=1)
+    run.fit(module, data())
+    run.save_checkpoint(tmp_path / "saved.ckpt")
+    message = refused(monkeypatch, capsys, tmp_path / "saved.ckpt", tmp_path / "merged")
+    assert "has the adapter model." in message
+    assert "which its own peft setting does not have; write the weights from the run" in message
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_wider_dtype_keeps_the_bits_of_a_sum(base, tmp_path, monkeypatch):
+    model = adapted(base, METHODS["default"]).bfloat16()
+    save_adapter(model, tmp_path / "adapter")
+    weights = Qwen3MoeForCausalLM(model.config).bfloat16()
+    weights.load_state_dict({name: model.state_dict()[name] for name in weights.state_dict()})
+    save_huggingface(weights, tmp_path / "base16")
+    options = "--adapter", tmp_path / "adapter", "--dtype", "float32"
+    convert(monkeypatch, tmp_path / "base16", tmp_path / "converted", *options)
+    save_huggingface(model, tmp_path / "saved", dtype=torch.float32)
+    model.float()
+    merge(model)
+    save_huggingface(model, tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")
+    for folder in ("converted", "saved"):
+        actual = load_file(tmp_path / folder / "model.safetensors")
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_bitwise_equal(name, actual[name], value)

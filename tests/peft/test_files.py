@@ -19,11 +19,13 @@ from lightning_d9d.peft import (
     PeftMethod,
     Stack,
     inject,
+    is_adapted,
     load_adapter,
     merge,
     save_adapter,
     trainable_parameters,
 )
+from lightning_d9d.state.format import MANIFEST_FILE
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
@@ -32,7 +34,7 @@ from tests.meshes.equality import CONFIG as SMALL
 from tests.meshes.equality import on_mesh
 from tests.peft.test_inject import IDS
 from tests.peft.test_methods import CONFIG
-from tests.test_convert import convert
+from tests.test_convert import convert, refused
 
 SPARSE = dataclasses.replace(CONFIG, mlp_only_layers=(), initializer_range=0.3)
 LOGITS = Tolerance(relative=1e-5)
@@ -269,6 +271,8 @@ def test_ranks_write_and_read_what_one_process_does(rank: RankContext, tmp_path:
 
 
 def edit(directory: Path, change) -> None:
+    """Change a file as other programs do, which know no manifest."""
+    (directory / MANIFEST_FILE).unlink()
     tensors = load_file(directory / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, directory / "adapter_model.safetensors")
@@ -319,7 +323,18 @@ GATE = "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_B.weight"
         (lambda d: configure(d, use_dora=True), "use_dora=True is not supported"),
         (lambda d: configure(d, modules_to_save=["norm"]), r"modules_to_save=\['norm'\] is not supported"),
         (lambda d: configure(d, peft_type="LOHA"), "peft_type='LOHA' is not 'LORA'"),
+        (lambda d: configure(d, alora_invocation_tokens=[1]), r"alora_invocation_tokens=\[1\] is not supported"),
+        (
+            lambda d: configure(d, init_lora_weights="loftq"),
+            "init_lora_weights='loftq' changes the weights of the base",
+        ),
         (lambda d: configure(d, r="4"), "must have numbers above 0"),
+        (lambda d: configure(d, lora_alpha=float("inf")), "must have numbers above 0"),
+        (lambda d: configure(d, rank_pattern={"(": 4}), r"rank_pattern has '\(', which is not a regular expression"),
+        (
+            lambda d: edit(d, lambda t: t[Q_A].fill_(float("nan"))),
+            "q_proj.lora_A.weight has numbers that are not finite",
+        ),
         (lambda d: (d / "adapter_config.json").write_text("{"), "cannot be read as a JSON configuration"),
         (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json"),
         (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
@@ -328,7 +343,6 @@ GATE = "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_B.weight"
 )
 def test_damaged_and_foreign_files_are_refused(base, tmp_path, damage, expected):
     save_adapter(adapted(base, METHODS["default"]), tmp_path / "adapter")
-    (tmp_path / "adapter" / "lightning_d9d_manifest.json").unlink(missing_ok=True)
     damage(tmp_path / "adapter")
     for makes in (lambda: loaded(base), lambda: adapted(base, METHODS["default"])):
         model = makes()
@@ -338,6 +352,64 @@ def test_damaged_and_foreign_files_are_refused(base, tmp_path, damage, expected)
         assert model.state_dict().keys() == before.keys()
         for name, value in model.state_dict().items():
             assert_bitwise_equal(name, value, before[name])
+
+
+def test_a_changed_byte_is_noticed(base, tmp_path):
+    model = adapted(base, METHODS["attention"])
+    save_adapter(model, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+    again = loaded(base)
+    with pytest.raises(StateError, match=r"lora_B\.weight is damaged or was replaced: its checksum differs"):
+        load_adapter(again, tmp_path / "adapter")
+    assert not is_adapted(again)
+    load_adapter(again, tmp_path / "adapter", verify=False)
+    assert trainable_parameters(again).keys() == trainable_parameters(model).keys()
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_adapters_whose_start_changed_the_base(base, tmp_path, start):
+    """They are read if `peft` converted them to the original base, as the error says."""
+    from peft import LoraConfig, get_peft_model
+
+    theirs = get_peft_model(of_transformers(base), LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=start))
+    theirs.peft_config["default"].init_lora_weights = True  # as peft's own documentation does it
+    theirs.save_pretrained(tmp_path / "start")
+    theirs.peft_config["default"].init_lora_weights = start
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1.5)
+    expected = theirs(IDS).logits
+    theirs.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(StateError, match=f"init_lora_weights='{start}' changes the weights of the base, too"):
+        load_adapter(loaded(base), tmp_path / "adapter")
+    theirs.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    model = loaded(base)
+    load_adapter(model, tmp_path / "converted")
+    assert_close_named("ours", model(IDS).logits, expected, tolerance=LOGITS)
+
+
+def test_an_adapter_of_a_tied_embedding_is_refused(tmp_path, monkeypatch, capsys):
+    """Merged it would change the head, too."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = dataclasses.replace(CONFIG, num_experts=0, mlp_only_layers=(), tie_word_embeddings=True)
+    base = Qwen3MoeForCausalLM(config)
+    save_huggingface(base, tmp_path / "base")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = get_peft_model(theirs, LoraConfig(r=3, target_modules=["q_proj", "embed_tokens"]))
+    theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    expected = "has an adapter of model.embed_tokens, whose weight another layer shares in this model"
+    with pytest.raises(StateError, match=expected):
+        load_adapter(base, tmp_path / "adapter")
+    assert not is_adapted(base)
+    arguments = tmp_path / "base", tmp_path / "merged", "--adapter", tmp_path / "adapter"
+    assert expected in refused(monkeypatch, capsys, *arguments)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_other_adapters_are_refused(base, tmp_path):

@@ -109,9 +109,16 @@ def test_what_cannot_be_had_is_refused(method, changes, expected):
         (lambda: LoRA(rank_of_experts=0), "rank_of_experts=0"),
         (lambda: LoRA(alpha=0), "alpha=0"),
         (lambda: LoRA(dropout=1.0), r"dropout=1\.0"),
+        (lambda: LoRA(rank=True), "rank=True"),
+        (lambda: LoRA(alpha="32"), "alpha='32' must be a number"),
+        (lambda: LoRA(dropout="0.1"), r"dropout='0\.1' must be a number"),
         (lambda: LoRA(targets="q_proj"), "list of patterns"),
+        (lambda: LoRA(targets=[]), r"targets=\[\] must be a list of patterns"),
+        (lambda: LoRA(targets=["q_proj", 3]), "list of patterns"),
         (lambda: FullTune([]), "list of patterns"),
+        (lambda: FullTune(5), "list of patterns"),
         (lambda: Stack([]), "list of LoRA"),
+        (lambda: Stack(LoRA()), "list of LoRA"),
     ],
 )
 def test_settings_outside_of_their_range_are_refused(make, expected):

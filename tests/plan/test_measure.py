@@ -23,6 +23,7 @@ from lightning_d9d.plan.measure import (
     grouped_products,
     host_fields,
     host_seconds,
+    link_fields,
     products,
     seconds_of,
 )
@@ -143,8 +144,10 @@ def test_links_of_ranks(rank: RankContext) -> None:
     assert found.gpus_per_node == 2
     gathered = next(each for each in rows if each.name == "all_gather")
     assert gathered.num_bytes == 2**16 / 2  # half of all is this rank's own
-    over_nodes, _ = measure(rank.device, TINY, group=dist.group.WORLD, num_nodes=2)
-    assert "network_bytes" not in over_nodes.not_measured
+    over_nodes, _ = link_fields(TINY, rank.device, rank.group, num_nodes=2)
+    assert over_nodes["gpus_per_node"] == 1
+    assert {"network_bytes", "latency"} < over_nodes.keys()
+    assert "node_link_bytes" not in over_nodes
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_an_uneven_load_of_experts_needs_more(dispatch: Literal["all_to_all", "p
     def of(load: float) -> Plan:
         strategy = D9DStrategy(
             mesh=MeshConfig(data_parallel_replicate=4, expert_parallel=4),
-            parallel=ParallelConfig(expert_dispatch=dispatch, expert_capacity=1.25),
+            parallel=ParallelConfig(expert_dispatch=dispatch, expert_capacity=1.25 if dispatch == "peer" else 1.5),
         )
         module = Qwen3MoePretraining(preset="30b-a3b")
         return plan(module, strategy, 4, "h200", rows=2, tokens=4096, expert_load=load)
@@ -87,6 +87,21 @@ def test_files_have_the_plan(tmp_path: Path) -> None:
     assert page.count("<svg") == 2
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_settings_that_are_not_counted_are_named(tmp_path: Path) -> None:
+    def of(**options: Any) -> Plan:
+        mesh, parallel = MeshConfig(data_parallel_replicate=2, expert_parallel=2), ParallelConfig(**options)
+        strategy = D9DStrategy(mesh=mesh, parallel=parallel)
+        return plan(Qwen3MoePretraining(preset="tiny"), strategy, 2, rows=4, tokens=64)
+
+    assert "counted as without" not in str(of(recompute="full"))
+    found = of(overlap_experts=True, kernels="torch")
+    assert "\ncounted as without: overlap_experts=True, kernels='torch'\n" in str(found)
+    write_page(found, tmp_path / "plan.html")
+    assert (
+        "Counted as without: overlap_experts=True, kernels=&#x27;torch&#x27;." in (tmp_path / "plan.html").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,3 +217,6 @@ def test_mistakes_are_named() -> None:
         planned(7, data_parallel_replicate=8)
     with pytest.raises(ConfigError, match=r"expert_parallel=256 does not divide 128"):
         planned(256, data_parallel_replicate=256, expert_parallel=256)
+    strategy = D9DStrategy(parallel=ParallelConfig(overlap_pairs=True), mesh=MeshConfig(data_parallel_replicate=8))
+    with pytest.raises(ConfigError, match="overlap_pairs=True has no effect here: each rank has all experts"):
+        plan(Qwen3MoePretraining(preset="tiny"), strategy, 8, rows=4, tokens=64)

@@ -12,16 +12,6 @@ import sys, pytest
 ended = pytest.main(["tests/schedule", "--collect-only", "-q", "-p", "no:cacheprovider"])
 print(ended, *sorted({"torch", "lightning"} & sys.modules.keys()))
 """
-READ_LATER = """
-import sys
-sys.path.insert(0, ".")
-import tests.schedule.conftest, lightning_d9d.schedule
-assert "torch" not in sys.modules
-from lightning_d9d import ConfigError, D9DStrategy
-import lightning_d9d
-from lightning.pytorch.strategies import StrategyRegistry
-assert isinstance(StrategyRegistry.get("d9d"), D9DStrategy) and lightning_d9d.__version__
-"""
 
 
 def run(code: str) -> str:
@@ -32,7 +22,3 @@ def run(code: str) -> str:
 
 def test_collecting_imports_no_torch() -> None:
     assert run(COLLECT).splitlines()[-1] == "0"
-
-
-def test_the_package_is_read_when_it_is_asked_for_more() -> None:
-    run(READ_LATER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ MODES = ["sharded", "consolidated"]
 def fit(folder: Path, mode: str, mesh: dict[str, int], seed: int = 1, ckpt: Path | None = None, **options: Any) -> Any:
     """Six steps; a checkpoint after the third."""
     L.seed_everything(seed, verbose=False)
-    module = Qwen3MoePretraining(CONFIG, peft=LAYERS, learning_rate=0.01, warmup_steps=0, **options)
+    options = {"peft": LAYERS, **options}
+    module = Qwen3MoePretraining(CONFIG, learning_rate=0.01, warmup_steps=0, **options)
     config = CheckpointConfig(mode=mode, trainable_only=True)  # type: ignore[arg-type]
     run = trainer(
         D9DStrategy(mesh=MeshConfig(**mesh), checkpoint=config),
@@ -119,6 +121,23 @@ def test_another_base_is_refused(tmp_path: Path, mode: str, monkeypatch: Any, ca
     resumed = fit(tmp_path, mode, {}, seed=7, ckpt=saved, pretrained=str(tmp_path / "base"))
     for name, value in straight.state_dict().items():
         assert_bitwise_equal(name, resumed.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_scale_of_adapters_is_refused(tmp_path: Path, mode: str) -> None:
+    """The matrices alone would fit, and compute otherwise."""
+    fit(tmp_path, mode, {})
+    saved = tmp_path / "step=3.ckpt"
+    for change in ({"alpha": 12.0}, {"rslora": True}):
+        other = dataclasses.replace(LAYERS, **change)
+        torch.manual_seed(1)
+        with pytest.raises(StateError, match=r"q_proj has scale 1.5, but that of the model has .*set LoRA's alpha and"):
+            Qwen3MoePretraining.load_from_checkpoint(saved, peft=other)
+        with pytest.raises(StateError, match=r"q_proj has scale 1.5, but that of the model has .*set LoRA's alpha and"):
+            fit(tmp_path, mode, {}, ckpt=saved, peft=other)
+    torch.manual_seed(1)
+    equal = dataclasses.replace(LAYERS, dropout=0.5)
+    assert Qwen3MoePretraining.load_from_checkpoint(saved, peft=equal).peft == equal
 
 
 @pytest.mark.parametrize("mode", MODES)

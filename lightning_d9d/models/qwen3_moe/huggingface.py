@@ -175,7 +175,7 @@ def save_huggingface(
         specs = parameter_specs(config)
         local = dict(_local_shards(stages, specs))
         biased = {name: "" for stage in stages for name, value in stage.named_buffers() if _is_biased(name, value)}
-    local = with_adapters(stages, local)
+    local = with_adapters(stages, local, dtype)
     biased = ranks.merge(biased)
     if biased and ranks.is_first:
         logger.warning(
