@@ -341,7 +341,7 @@ class _Run:
             if not loss.requires_grad:
                 raise ConfigError(
                     "microbatch_loss returned a loss without gradient: it does not depend on a trainable parameter. "
-                    "Leave some parameters unfrozen, and do not use detach() and no_grad() in it"
+                    "Leave some parameters unfrozen and adapters unmerged, and do not use detach() and no_grad() in it"
                 )
             self._losses[microbatch] = loss.detach()
         return [loss]
