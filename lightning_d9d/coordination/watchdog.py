@@ -64,7 +64,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_d9d.coordination.early_stop import EarlyStop
+from lightning_d9d.coordination.common_point import EARLY_STOP, CommonPoint
 from lightning_d9d.coordination.hangs import HangWatch
 from lightning_d9d.coordination.messages import (
     Failure,
@@ -90,7 +90,6 @@ HURRY_SECONDS = 0.02  # while ranks agree on something
 PATIENCE_SECONDS = 2.0  # how long, at most, a connection error waits for its cause, and rank 0 for readers of the store
 KILL_SECONDS = 1.0  # how long launched ranks have when the process that launched them is ended
 END_SECONDS = 5.0  # how long, at most, ending a process takes, with what is said and the end of launched ranks
-
 END_OF_EVALUATION = 2**62  # more batches than any evaluation has
 
 DOES_NOT_ANSWER = "it does not answer; its process or the network is down"
@@ -109,6 +108,7 @@ class RankWatch:
         children: Ranks that this process started, with their processes.
         stop_exception: Makes the exception of `begin_*_batch` from the signal's number.
         hangs: Reports where the ranks are, if given.
+        points: What ranks may want to do at a common point: `EARLY_STOP` or `VALIDATION`.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class RankWatch:
         children: Sequence[tuple[int, Popen]],
         stop_exception: Callable[[int], BaseException],
         hangs: HangWatch | None = None,
+        points: Sequence[str] = (EARLY_STOP,),
     ) -> None:
         self.rank = rank
         self.hangs = hangs
@@ -148,9 +149,8 @@ class RankWatch:
         for descriptor in (self._pipe, self.signal_pipe):
             os.set_blocking(descriptor, False)
             weakref.finalize(self, os.close, descriptor).atexit = False
-        self._early_stop = EarlyStop(
-            store, rank, world_size, self._changed, self._wake, lambda: self.failure is not None
-        )
+        common = (store, rank, world_size, self._changed, self._wake, lambda: self.failure is not None)
+        self._points = {name: CommonPoint(name, *common, stays=name == EARLY_STOP) for name in points}
         self._requested: int | None = None
         self._position = (0, 0)
         self._stop: int | None = None
@@ -233,16 +233,16 @@ class RankWatch:
         self._stop_raised = True
         raise self._stop_exception(self._stop)
 
-    def stops_early(self, wants: bool) -> bool:
-        """Call `EarlyStop.is_here`.
+    def acts_here(self, what: str, wants: bool) -> bool:
+        """Call `CommonPoint.is_here` of `EARLY_STOP` or `VALIDATION`.
 
         Raises:
             RankError: Another rank has failed.
         """
-        stops = self._early_stop.is_here(wants)
+        acts = self._points[what].is_here(wants)
         if self.failure is not None:
             raise RankError(str(self.failure))
-        return stops
+        return acts
 
     def begin_train_step(self) -> None:
         """Count a training batch whose data have been read."""
@@ -389,7 +389,7 @@ class RankWatch:
             if time.monotonic() > self._deadline:
                 self._end_process()
             self._was_at = frames_of(self._main_thread) if self._deadline < float("inf") else []
-            asks = self._stop is not None or self._early_stop.is_open
+            asks = self._stop is not None or any(each.is_open for each in self._points.values())
             waits_for_others = self._arrived or self.meets_at is not None or asks
             self._sleep(max(HURRY_SECONDS if waits_for_others else POLL_SECONDS, self._world_size / 4000))
         atexit.unregister(self._be_silent)
@@ -424,8 +424,7 @@ class RankWatch:
             if self.failure is None and not self._closed:
                 self._look_for_failure()
             if self.failure is None and not self._closed:
-                self._agree_on_stop()
-                self._early_stop.agree()
+                self._agree_on_places()
                 self._compare_epochs()
             if self.hangs is not None and not self._closed:
                 self.hangs.talk(self._store)
@@ -488,7 +487,9 @@ class RankWatch:
         if failure.rank != self.rank and self._own_failure is None:
             self._say(f"{failure}\n{failure.traceback}" if failure.is_told_by(self.rank) else str(failure))
 
-    def _agree_on_stop(self) -> None:
+    def _agree_on_places(self) -> None:
+        for point in self._points.values():
+            point.agree()
         if self._stop is None:
             if self._requested is not None:
                 self._store.compare_set("stop", "", json.dumps([self.rank, self._requested]))

@@ -76,6 +76,13 @@ PATCHES = (
         "self.on_advance_end(data_fetcher)",
     ),
     Patch(
+        "_should_check_val_fx",
+        (_BATCHES,),
+        "ranks agree after which batch a time between validations is over",
+        "loops.training_epoch_loop._TrainingEpochLoop.on_advance_end",
+        "should_check_val = self._should_check_val_fx(data_fetcher)",
+    ),
+    Patch(
         "_broadcast_sigterm_tensor",
         (_BATCHES,),
         "the watchdogs agree where to stop, without a broadcast a batch",

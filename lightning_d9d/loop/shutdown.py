@@ -33,6 +33,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_d9d.coordination.common_point import EARLY_STOP, VALIDATION
 from lightning_d9d.coordination.hang_report import ranks_in_words
 from lightning_d9d.coordination.hangs import HangWatch, Place
 from lightning_d9d.coordination.messages import Failure, LateError, say, value_of
@@ -92,7 +93,7 @@ class Shutdown:
       difference.
     - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare the names that they
       logged. If forwards are collective, a rank with less data first runs dummy batches: see `uneven.py`.
-    - Where Lightning reads `should_stop`, ranks agree on it: see `early_stop.py`.
+    - Where Lightning reads `should_stop`, or validates because a time is over, ranks agree: see `common_point.py`.
     - A callback before all others reports an exception. The fit loop reports it before a tuner restores its saved
       state. Unless ranks stopped together, callbacks then save nothing: some would wait for others, or mix two steps.
 
@@ -117,6 +118,7 @@ class Shutdown:
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
         self.store = dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store)
         """The store of this run alone."""
+        by_time = getattr(trainer, "val_check_interval", None) is None  # Lightning leaves it out if it is a time
         self.watch = RankWatch(
             self.store,
             trainer.global_rank,
@@ -126,6 +128,7 @@ class Shutdown:
             _children,
             self._stop_exception,
             hangs,
+            (EARLY_STOP, VALIDATION) if by_time else (EARLY_STOP,),
         )
         hangs.meets_at = lambda: self.watch.meets_at
         self.watch.last_words = self.exit_message
@@ -137,6 +140,8 @@ class Shutdown:
             patches.replace(fit_loop, name, functools.partial(self._call_and_agree, name))
         patches.replace(epoch_loop, "on_advance_end", self._end_train_step)
         patches.replace(epoch_loop, "_broadcast_sigterm_tensor", self._begin_train_batch)
+        if by_time:  # else all ranks want the same
+            patches.replace(epoch_loop, "_should_check_val_fx", self._should_validate)
         for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             patches.replace(loop, "_store_dataloader_outputs", functools.partial(self._end_evaluation, loop))
         connector = trainer._signal_connector
@@ -226,7 +231,12 @@ class Shutdown:
         self._agree_on_early_stop()
 
     def _agree_on_early_stop(self) -> None:
-        self._trainer.should_stop = self.watch.stops_early(self._trainer.should_stop)
+        self._trainer.should_stop = self.watch.acts_here(EARLY_STOP, self._trainer.should_stop)
+
+    def _should_validate(self, data_fetcher: _DataFetcher) -> bool:
+        """Return whether all ranks validate after this batch, for which Lightning asks each rank's clock."""
+        loop = self._trainer.fit_loop.epoch_loop
+        return self.watch.acts_here(VALIDATION, type(loop)._should_check_val_fx(loop, data_fetcher))
 
     def _setup_train_data(self) -> None:
         trainer, loop = self._trainer, self._trainer.fit_loop

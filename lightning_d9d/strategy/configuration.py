@@ -83,7 +83,7 @@ def check_before_joining(trainer: L.Trainer, config: MeshConfig, world_size: int
         raise ConfigError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be at least 1, the batches of a step"
         )
-    if trainer.val_check_interval == 0 and trainer.enable_validation:
+    if getattr(trainer, "val_check_interval", None) == 0 and trainer.enable_validation:  # left out if a time
         raise ConfigError("val_check_interval=0 must be above 0; limit_val_batches=0 leaves validation out")
     if (warning := env.untested()) is not None:
         rank_zero_warn(warning)
@@ -152,7 +152,7 @@ def check_equal_configuration(settings: Mapping[str, object], trainer: L.Trainer
         ConfigError: Raised on every rank, with the first setting that differs.
     """
     lines = [f"{name}={value}" for name, value in settings.items()]
-    lines += [f"Trainer.{name}={getattr(trainer, name)}" for name in _TRAINER_SETTINGS]
+    lines += [f"Trainer.{name}={getattr(trainer, name, None)}" for name in _TRAINER_SETTINGS]
     lines += [f"{package.__name__} {package.__version__}" for package in (torch, L)]
     if difference := first_difference(lines):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -127,3 +128,32 @@ def test_a_learning_rate_finder_stops_all_ranks_by_its_loss(rank: RankContext) -
     it = trainer(D9DStrategy(), rank.world_size, str(rank.device), max_epochs=1, callbacks=[finder])
     it.fit(Diverging(), loader(48))
     assert rank.all_gather_object(it.global_step) == [6, 6]
+
+
+class Late(L.Callback):
+    """The clock of one rank says that the time between validations is over; notes the steps of validations."""
+
+    def __init__(self, late: dict[int, int]) -> None:
+        self.late = late
+        self.validated: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if self.late.get(trainer.global_step) == trainer.global_rank:
+            trainer._last_val_time -= timedelta(days=2).total_seconds()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.validated.append(trainer.global_step)
+
+
+@pytest.mark.ranks(2)
+def test_clocks_that_differ_validate_after_the_same_batch(rank: RankContext) -> None:
+    late = Late({2: 1, 6: 0, 7: 1})
+    options: dict[str, Any] = {"callbacks": [late], "val_check_interval": timedelta(days=1), "num_sanity_val_steps": 0}
+    it = trainer(D9DStrategy(), rank.world_size, str(rank.device), max_epochs=4, **options)
+    it.fit(Plain(), loader(24), loader(8))
+    first, second = rank.all_gather_object(late.validated)
+    assert first == second
+    assert it.global_step == 12
+    assert 3 <= first[0] <= 6
+    assert 7 <= first[1] <= 9
+    assert len(first) in (2, 3)  # the last two may fall on one point

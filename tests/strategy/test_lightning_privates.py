@@ -52,9 +52,13 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def trainer() -> L.Trainer:
+def trainer(val_check_interval: str | None = None) -> L.Trainer:
     return L.Trainer(
-        accelerator="cpu", logger=CSVLogger("unused"), callbacks=[ModelCheckpoint()], enable_progress_bar=False
+        accelerator="cpu",
+        logger=CSVLogger("unused"),
+        callbacks=[ModelCheckpoint()],
+        enable_progress_bar=False,
+        val_check_interval=val_check_interval,
     )
 
 
@@ -71,6 +75,10 @@ USED: dict[str, Callable[[], bool]] = {
     "_store_dataloader_outputs": lambda: (
         parameters_of(EvaluationLoop._store_dataloader_outputs) == []
         and calls(EvaluationLoop._store_dataloader_outputs, "update_eval_epoch_metrics()")
+    ),
+    "_should_check_val_fx": lambda: (
+        parameters_of(EpochLoop._should_check_val_fx) == ["data_fetcher"]
+        and not hasattr(trainer("00:00:01:00"), "val_check_interval")
     ),
     "_original_handlers": lambda: calls(SignalConnector.teardown, "in self._original_handlers.items()"),
     # and reads these
