@@ -1,4 +1,4 @@
-"""`Trainer.should_stop` set on some ranks, at any moment: all end at the same batch, as soon as any of them can."""
+"""Ranks that act at a common point: `Trainer.should_stop` set on some ranks at any moment, and clocks that differ."""
 
 from __future__ import annotations
 
