@@ -77,7 +77,7 @@ def main(chosen: argparse.Namespace) -> None:
         StateError: The source is missing, damaged or of another kind, or the target cannot be written.
         ConfigError: The arguments ask for something impossible.
     """
-    dtype = _dtype_of(chosen)
+    dtype = getattr(torch, chosen.dtype) if chosen.dtype else None
     with reading(chosen.source):
         source = place_of(chosen.source)
     with reading(chosen.target):
@@ -106,11 +106,6 @@ def main(chosen: argparse.Namespace) -> None:
     convert = _from_checkpoint if is_checkpoint(str(source)) else _from_huggingface
     convert(str(source), chosen, options)
     _say_directory(chosen.target)
-
-
-def _dtype_of(chosen: argparse.Namespace) -> torch.dtype | None:
-    """Return the dtype of the files; None keeps that of each tensor."""
-    return getattr(torch, chosen.dtype) if chosen.dtype else None
 
 
 def _refuse_without_effect(chosen: argparse.Namespace, *, is_file: bool) -> None:
@@ -163,7 +158,8 @@ def _from_huggingface(source: str, chosen: argparse.Namespace, options: Mapping[
         save_tensors(reader, chosen.target, Sequential([to_parameters, to_files]), files=files, **options)
         return
     weights = _weights_of(reader, to_parameters, options)
-    save_tensors(_with_adapter(weights, config, chosen), chosen.target, to_files, files=files, **options)
+    weights = _with_adapter(weights, config, chosen.adapter, options)
+    save_tensors(weights, chosen.target, to_files, files=files, **options)
 
 
 def _refuse_fused(config: Qwen3MoeConfig, fused_experts: bool) -> None:
@@ -172,14 +168,14 @@ def _refuse_fused(config: Qwen3MoeConfig, fused_experts: bool) -> None:
 
 
 def _with_adapter(
-    weights: Mapping[str, Readable], config: Qwen3MoeConfig, chosen: argparse.Namespace
+    weights: Mapping[str, Readable], config: Qwen3MoeConfig, adapter: str, options: Mapping[str, Any]
 ) -> dict[str, Readable]:
     """Return the weights of a model, with the adapters of a directory added when they are read."""
     model = _on_meta(config)
-    saved = SavedAdapter(chosen.adapter)
-    saved.check_values(checksums=not chosen.no_verify)
+    saved = SavedAdapter(adapter)
+    saved.check_values(checksums=options["verify"])
     apply_plan(model, saved.plan(model))
-    return merged_weights(weights, model, saved.matrices, _dtype_of(chosen))
+    return merged_weights(weights, model, saved.matrices, options["dtype"])
 
 
 def _with_own_adapters(
@@ -265,7 +261,7 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
     }
     used = _with_own_adapters(used, config, method, weights, source, options["dtype"])
     if chosen.adapter is not None:
-        used = _with_adapter(used, config, chosen)
+        used = _with_adapter(used, config, chosen.adapter, options)
     save_tensors(used, chosen.target, huggingface_mapper(config, chosen.fused_experts), files=files, **options)
 
 

@@ -8,7 +8,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -55,7 +55,8 @@ class PeftMethod(ABC):
         """
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a setting is a number, which True and False are not. Local."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -105,9 +106,9 @@ class LoRA(PeftMethod):
             value = getattr(self, name)
             if not (value is None and name != "rank") and (type(value) is not int or value < 1):
                 raise ConfigError(f"LoRA.{name}={value!r} must be an integer of at least 1")
-        if not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
+        if not (is_number(self.alpha) and 0 < self.alpha < math.inf):
             raise ConfigError(f"LoRA.alpha={self.alpha!r} must be a number above 0")
-        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
+        if not (is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ConfigError(f"LoRA.dropout={self.dropout!r} must be a number from 0 to less than 1")
         if self.targets is not None and not _are_patterns(self.targets):
             raise ConfigError(f"LoRA.targets={self.targets!r} must be a list of patterns, such as ['q_proj', 'v_proj']")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.peft.layouts import EXPERT_PARTS, PREFIX, FileKey, from_fused
-from lightning_d9d.peft.methods import AdapterSettings, PeftPlan
+from lightning_d9d.peft.methods import AdapterSettings, PeftPlan, is_number
 from lightning_d9d.peft.sites import Site, sites_of, tied_site
 from lightning_d9d.state import Checks, SafetensorsReader
 from lightning_d9d.state.format import read_json, reading
@@ -312,9 +312,7 @@ def _read_config(folder: Any) -> dict[str, Any]:
         table = config.get(patterns) or {}
         numbers += table.values() if isinstance(table, Mapping) else [table]
         _check_patterns(path, patterns, table)
-    if not all(
-        isinstance(each, int | float) and not isinstance(each, bool) and 0 < each < math.inf for each in numbers
-    ):
+    if not all(is_number(each) and 0 < each < math.inf for each in numbers):
         raise StateError(f"{path}: r, lora_alpha, rank_pattern and alpha_pattern must have numbers above 0")
     return config
 
