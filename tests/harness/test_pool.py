@@ -42,6 +42,16 @@ def test_hangs_in_python(rank):
 test_after_a_hang_in_python = pytest.mark.ranks(2)(passes)
 
 @pytest.mark.ranks(2)
+def test_crashes(rank):
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:  # as Lightning does after a fit
+        signal.signal(number, signal.getsignal(number))
+    if rank.rank == 1:
+        signal.raise_signal(signal.SIGSEGV)
+    rank.barrier()
+
+test_after_a_crash = pytest.mark.ranks(2)(passes)
+
+@pytest.mark.ranks(2)
 def test_exits(rank):
     if rank.rank == 1:
         os._exit(3)
@@ -184,6 +194,8 @@ def test_outcomes(output):
         "test_after_a_hang_in_a_collective": "PASSED",
         "test_hangs_in_python": "FAILED",
         "test_after_a_hang_in_python": "PASSED",
+        "test_crashes": "FAILED",
+        "test_after_a_crash": "PASSED",
         "test_exits": "FAILED",
         "test_after_an_exit": "PASSED",
         "test_is_killed": "FAILED",
@@ -213,6 +225,14 @@ def test_hang_in_python(output):
     lines = story(output, "test_hangs_in_python")
     assert lines[0].startswith("rank 0 of 2 is still in test_hangs_in_python (test_inner.py:")
     assert lines[0].endswith(") after 2 s")
+
+
+def test_crash(output):
+    lines = story(output, "test_crashes")
+    assert lines[0] == "rank 1 of 2 was killed by SIGSEGV"
+    dump = lines[[line.strip("-") for line in lines].index(" Captured rank 1 output call ") + 1 :]
+    assert dump[0] == "Fatal Python error: Segmentation fault"
+    assert any(line.endswith("in test_crashes") for line in dump)
 
 
 def test_exit_and_kill(output):

@@ -28,6 +28,9 @@ from tests.harness.ranks import RankContext
 from tests.harness.recorder import Recorder
 from tests.harness.state import restored_state
 
+_FATAL = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+"""The signals of faults in native code, at which faulthandler prints the stack."""
+
 
 def main(connection: Connection) -> None:
     """Be a rank until the pool kills this process.
@@ -40,7 +43,7 @@ def main(connection: Connection) -> None:
     assert isinstance(setup, Setup)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=open(setup.stack_path, "w"), all_threads=True)  # noqa: SIM115
-    _keep_handler(STACK_SIGNAL)
+    _keep_handlers(STACK_SIGNAL, *_FATAL)
     worker = _Worker(connection, setup)
     gc.freeze()  # torch's own objects need no look at every collection
     connection.send(Ready(main_thread=threading.get_ident()))
@@ -48,12 +51,12 @@ def main(connection: Connection) -> None:
         worker.run(connection.recv())
 
 
-def _keep_handler(kept: int) -> None:
-    """Let nobody change what a signal does: Lightning restores handlers after a fit, and knows none of faulthandler."""
+def _keep_handlers(*kept: int) -> None:
+    """Let nobody change what signals do: Lightning restores handlers after a fit, and knows none of faulthandler."""
     change = signal.signal
 
     def change_others(signalnum: int, handler: Any) -> Any:
-        return signal.getsignal(signalnum) if signalnum == kept else change(signalnum, handler)
+        return signal.getsignal(signalnum) if signalnum in kept else change(signalnum, handler)
 
     signal.signal = change_others
 
