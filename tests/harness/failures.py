@@ -15,7 +15,10 @@ _MAX_LINE = 200
 
 
 def describe(results: Sequence[Result]) -> str:
-    """The first failing rank in full, one line for each kind of the others, the stacks of those that are stuck."""
+    """The first failing rank in full, one line for each kind of the others, the stacks of those that are stuck.
+
+    A dead rank says nothing: the traceback of the first rank that raised tells which message of it was missing.
+    """
     first = _first_failing(results)
     origin = results[first]
     lines = [f"rank {first} of {len(results)} {'raised ' if isinstance(origin, Raised) else ''}{_line(origin)}"]
@@ -29,6 +32,8 @@ def describe(results: Sequence[Result]) -> str:
                 line = f"same {result.type_name}"
             others.setdefault(line, []).append(rank)
     lines += [f"{name_ranks(ranks)}: {line}" for line, ranks in others.items()]
+    if isinstance(origin, Died) and (raised := [result for result in results if isinstance(result, Raised)]):
+        lines.append(min(raised, key=lambda result: result.at_seconds).traceback.rstrip())
     for rank, result in enumerate(results):
         if isinstance(result, Stuck):
             lines += [f"stack of rank {rank}, innermost last:"]

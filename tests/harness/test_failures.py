@@ -32,6 +32,9 @@ def test_a_dead_rank_comes_before_its_peers_errors():
     assert lines.splitlines() == [
         "rank 1 of 2 was killed by SIGKILL",
         "rank 0: RuntimeError: Connection closed by peer",
+        "Traceback (most recent call last):",
+        "  ...",
+        "RuntimeError: Connection closed by peer",
     ]
 
 
