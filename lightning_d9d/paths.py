@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from errno import EACCES, EISDIR, ENOTDIR
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from lightning_d9d.errors import ConfigError, did_you_mean
+from lightning_d9d.errors import ConfigError, did_you_mean, reason
 
 
 @runtime_checkable
@@ -71,3 +74,21 @@ def check_directory(setting: str, path: str, remedy: str) -> None:
     if "://" not in path and not os.path.exists(path):
         what, nearest = _missing(path)
         raise ConfigError(f"{setting}={path!r}{what}; {remedy}{nearest}")
+
+
+def make_folder_of(path: str | Path) -> None:
+    """Make the folder of a file that is written later, so that a mistake is found before the work for it. Local.
+
+    Raises:
+        ConfigError: The folder cannot be made, or the file cannot be written there.
+    """
+    path = Path(path)
+    folder = path.parent
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+        is_writable = os.access(path if path.exists() else folder, os.W_OK)
+        if problem := ENOTDIR if not folder.is_dir() else EISDIR if path.is_dir() else 0 if is_writable else EACCES:
+            raise OSError(problem, os.strerror(problem))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {reason(error)}; give another file") from error

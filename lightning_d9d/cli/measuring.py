@@ -17,6 +17,7 @@ from lightning_d9d import doctor
 from lightning_d9d.env import num_cuda_devices
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.paths import make_folder_of
 
 if TYPE_CHECKING:
     from lightning_d9d.plan.measure import Measured, Sizes
@@ -39,6 +40,7 @@ def run(given: Namespace) -> int:
         raise ConfigError(
             "doctor --measure needs a GPU, and torch sees none; plan --gpu takes h100, h200, a100 or b200"
         )
+    make_folder_of(given.measure)
     write_table(given.measure, lambda local: torch.device("cuda", local))
     return 0
 

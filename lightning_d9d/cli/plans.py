@@ -15,6 +15,7 @@ from lightning_d9d.cli.commands import plan_parser
 from lightning_d9d.cli.training import D9DCLI
 from lightning_d9d.datamodules.batch_size import check_divides
 from lightning_d9d.errors import ConfigError, reason
+from lightning_d9d.paths import make_folder_of
 from lightning_d9d.plan import Plan, machine_of, search, write_page
 from lightning_d9d.plan.changes import plan_with_changes
 from lightning_d9d.plan.planning import costs_of_length, rank_model
@@ -179,6 +180,8 @@ def run(_: object = None) -> None:
         ConfigError: The mesh is impossible, the GPU unknown, nothing fits, or a file cannot be written.
     """
     own, others = plan_parser().parse_known_args(sys.argv[2:])
+    for path in filter(None, (own.json, own.yaml, own.page)):
+        make_folder_of(path)
     _Planning.options = cast(Namespace, own)
     _Planning.arguments = sys.argv[2:]
     sys.argv[1:] = ["fit", *others]

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_d9d.cli.training import D9DCLI
 from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.optim import plot_learning_rates
+from lightning_d9d.paths import make_folder_of
 from lightning_d9d.strategy.module import D9DModule
 
 
@@ -50,6 +51,8 @@ def run(_: object = None) -> None:
     if words[0] in ("-h", "--help"):
         sys.stdout.write("usage: lightning-d9d learning-rate PICTURE [options of fit]\n\n")
         words.insert(0, "")
+    else:
+        make_folder_of(words[0])
     _Drawing.picture = Path(words[0])
     sys.argv[1:] = ["fit", *words[1:]]
     _Drawing(parser_kwargs={"prog": "lightning-d9d"})

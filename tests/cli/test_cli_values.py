@@ -113,12 +113,17 @@ def test_settings_without_a_class(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     )
 
 
-def test_a_picture_in_a_folder_that_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "words", [("plan", "--json", "no/file"), ("plan", "--page", "no/file"), ("learning-rate", "no/file")]
+)
+def test_files_are_refused_before_the_work_for_them(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "learning-rate", "no/rates.png", "--config", "run.yaml"])
+    Path("no").touch()
+    Path("other.yaml").write_text("model: nowhere.Model\n")  # which would be the next to be refused
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", *words, "--config", "other.yaml"])
     with pytest.raises(SystemExit, match="2"):
         main()
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: no/rates.png cannot be written: it does not exist; give another file"
+        "error: no/file cannot be written: Not a directory; give another file"
     )
