@@ -100,5 +100,5 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
 def nearest_choice(name: object, choices: Iterable[str]) -> str | None:
     """Return the choice that differs from an unknown name only in case and a few letters, or None. Local."""
     folded = {choice.casefold(): choice for choice in choices}
-    close = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.66)  # two of three letters
     return folded[close[0]] if close else None

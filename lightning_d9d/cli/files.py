@@ -175,6 +175,15 @@ class Written:
             return f"{place}, beside {in_file}"
         return in_file
 
+    def full_names(self, name: str) -> list[str]:
+        """Return the settings in files that have this as their last name, with the names that lead to each."""
+        return [
+            ".".join(names)
+            for source in self._sources
+            for names in _full_names(source.root)
+            if source.is_file and names[-1] == name
+        ]
+
     def _first(self, pairs: Sequence[tuple[str, str | None]], *, is_file: bool) -> str | None:
         """Find the first of some settings, with their values, in the files or in the other arguments."""
         sources = [each for each in reversed(self._sources) if each.is_file == is_file]
@@ -265,3 +274,13 @@ def _settings(node: yaml.Node | None) -> Iterator[tuple[yaml.Node, yaml.Node]]:
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _settings(item)
+
+
+def _full_names(node: yaml.Node | None) -> Iterator[list[str]]:
+    """Yield the names that lead to each setting in mappings, without `init_args`."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            own = [] if key.value == "init_args" else [key.value]
+            if own:
+                yield own
+            yield from ([*own, *names] for names in _full_names(value))

@@ -181,7 +181,9 @@ def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentPa
     if len(legal) > _MAX_LEGAL:
         legal = f"`{_program(parser)} {_help_of(line)}` lists what {within} takes"
     place = _at(written, names[: length + 1])
-    inner = [name for name in known if length == 0 and name.endswith(f".{names[0]}")]
+    inner = [] if length else [name for name in known if name.endswith(f".{names[0]}")]
+    if not length and not inner:  # of a class that a file chooses
+        inner = written.full_names(names[0])
     nearest = did_you_mean(inner[0], inner) if inner else did_you_mean(names[length], children)
     return f"{place}{within} has no option {names[length]!r}{nearest}\n{legal}"
 
@@ -243,8 +245,8 @@ def describe_class(name: str, subject: str, key: str, bases: Iterable[type], wor
         return f"{subject} takes a class as --{key}.class_path {name}, or as class_path: {name} in a file"
     longer = [each for each in known if each.casefold().startswith(name.casefold())]  # as wandb of WandbLogger
     nearest = nearest_choice(name, [*words, *known]) or next(iter(longer), None)
-    known.sort(key=lambda each: each != nearest)
-    legal = [*_beginning(words or known), "the full name of a class such as my_package.MyClass"]
+    choices = sorted(words or known, key=lambda each: each != nearest)
+    legal = [*_beginning(choices), "the full name of a class such as my_package.MyClass"]
     meant = did_you_mean(nearest, [nearest]) if nearest else ""
     return f"{subject} knows no {name!r}{meant}\nit may be {either(legal)}"
 

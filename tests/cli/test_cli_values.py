@@ -22,6 +22,11 @@ OPTIONS = {
         "lightning-d9d fit takes config, seed_everything, trainer, model, data, predictions, optimizer, lr_scheduler, "
         "ckpt_path, weights_only\n"
     ),
+    ("--batch_size", "4"): (
+        "--batch_size: lightning-d9d fit has no option 'batch_size'; did you mean 'data.batch_size'?\n"
+        "lightning-d9d fit takes config, seed_everything, trainer, model, data, predictions, optimizer, lr_scheduler, "
+        "ckpt_path, weights_only\n"
+    ),
     ("--trainer.callbacks+=LearningRateMonitor", *QUIET): (
         "run.yaml, line 13: LearningRateMonitor needs a logger, but logger=false; choose one, such as CSVLogger, or "
         "leave LearningRateMonitor out\n"
@@ -84,6 +89,7 @@ def test_message(
     [
         ("--trainer.logger", "--trainer.logger", "wandb", "WandbLogger"),
         ("--trainer.logger", "--trainer.logger", "csv", "CSVLogger"),
+        ("--trainer.strategy", "--trainer.strategy", "dpp", "ddp"),
         ("--model.config.class_path", "--model.config.class_path: model.config", "Qwen3Config", "Qwen3MoeConfig"),
         (
             "--trainer.strategy.schedule.class_path",
