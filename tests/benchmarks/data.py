@@ -72,7 +72,8 @@ def cases(device_type: str, quick: bool, file_gib: float | None = None, memory: 
     if device_type == "cpu" and not quick:
         return [loader]
     if quick:
-        work = Work(config=Qwen3MoeConfig.preset("tiny"), precision="bf16-true", batch_size=16, sequence_length=64)
+        config = replace(Qwen3MoeConfig.preset("tiny"), num_hidden_layers=2)
+        work = Work(config=config, precision="bf16-true", batch_size=16, sequence_length=64)
     else:
         # Both contenders hold their states at the same time.
         is_large = torch.cuda.get_device_properties(0).total_memory > 100 * _GIB

@@ -39,12 +39,14 @@ WORK = {
 
 
 def cases(device_type: str, quick: bool, layers: int = 8) -> list[Case]:
-    """One for each kind of work: layers of `30b-a3b` on a GPU, else the tiny model."""
+    """One for each kind of work: layers of `30b-a3b` on a GPU, else the tiny model. Quick ones have two layers."""
     if device_type == "cuda" and not quick:
         config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers)
         work = Work(config=config, precision="bf16-true", batch_size=4, sequence_length=4096)
     else:
-        work = Work(config=Qwen3MoeConfig.preset("tiny"), precision="bf16-true", batch_size=2, sequence_length=32)
+        tiny = Qwen3MoeConfig.preset("tiny")
+        config = replace(tiny, num_hidden_layers=2 if quick else tiny.num_hidden_layers)
+        work = Work(config=config, precision="bf16-true", batch_size=2, sequence_length=32)
     return [
         Case(
             name=name,
