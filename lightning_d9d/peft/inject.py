@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeGuard
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.modules.adapters import Adapter
-from lightning_d9d.peft.methods import PeftMethod, PeftPlan
+from lightning_d9d.peft.methods import PeftMethod, PeftPlan, is_number
 from lightning_d9d.peft.sites import Site, sites_of
 from lightning_d9d.pipeline.initial_weights import draw_local
+
+SCALES = "lightning_d9d_adapters"
+"""The name under which a checkpoint has the ranks and scales of its adapters."""
 
 
 class BuildsStages(Protocol):
@@ -141,6 +145,36 @@ def adapted_sites(module: nn.Module) -> Iterator[tuple[Site, Adapter]]:
     for site in sites_of(module).values():
         if (adapter := site.adapter) is not None:
             yield site, adapter
+
+
+def adapter_scales(module: nn.Module) -> dict[str, tuple[int, float]]:
+    """Return the rank and scale of each adapter of a module, by the name of its weight, for a checkpoint. Local."""
+    adapted = (pair for stage in stages_of(module) for pair in adapted_sites(stage))
+    return {site.name: (adapter.rank, adapter.scale) for site, adapter in adapted if not adapter.is_merged}
+
+
+def check_scales(saved: Any, module: nn.Module) -> None:
+    """Compare the scales of adapters of equal rank: matrices that were trained with another scale compute otherwise.
+
+    Local.
+
+    Args:
+        saved: The checkpoint's value under `SCALES`.
+        module: The module that gets the adapters.
+
+    Raises:
+        StateError: A scale differs, or the value is damaged.
+    """
+    pairs = saved.values() if isinstance(saved, Mapping) else [saved]
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_number, pair)) for pair in pairs):
+        raise StateError(f"{SCALES} of the checkpoint does not have the scales of adapters; give another checkpoint")
+    for name, (rank, ours) in adapter_scales(module).items():
+        saved_rank, theirs = saved.get(name, (rank, ours))
+        if saved_rank == rank and not math.isclose(ours, theirs):
+            raise StateError(
+                f"the checkpoint's adapter of {name} has scale {theirs:.6g}, but that of the model has "
+                f"{ours:.6g}; set LoRA's alpha and rslora to those of the checkpoint"
+            )
 
 
 def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:

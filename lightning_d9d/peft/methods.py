@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.errors import ConfigError
 from lightning_d9d.peft.sites import (
     Site,
     chosen_by,
@@ -254,29 +254,6 @@ def method_of(plan: PeftPlan, module: nn.Module) -> PeftMethod:
         for (each, is_of_experts), names in groups.items()
     ]
     return methods[0] if len(methods) == 1 else Stack(methods)
-
-
-def check_scales(saved: PeftMethod, own: PeftMethod, module: nn.Module) -> None:
-    """Compare the scales of adapters of equal rank: matrices that were trained with another scale compute otherwise.
-
-    Local.
-
-    Args:
-        saved: Method of a checkpoint.
-        own: The module's method.
-        module: The whole module, without adapters.
-
-    Raises:
-        StateError: A scale differs.
-    """
-    adapters = own.plan(module).adapters
-    for name, theirs in saved.plan(module).adapters.items():
-        ours = adapters.get(name, theirs)
-        if ours.rank == theirs.rank and not math.isclose(ours.scale, theirs.scale):
-            raise StateError(
-                f"the checkpoint's adapter of {name} has scale {theirs.scale:.6g}, but that of the model has "
-                f"{ours.scale:.6g}; set LoRA's alpha and rslora to those of the checkpoint"
-            )
 
 
 def as_table(method: PeftMethod) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning_d9d.checkpoint import AVERAGES
 from lightning_d9d.loop.interrupt import Saved
 from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.peft.inject import SCALES, adapter_scales
 from lightning_d9d.strategy.epoch_place import RANKS, EpochPlace
 from lightning_d9d.strategy.loading import Loads
 from lightning_d9d.strategy.module import D9DModule
@@ -20,7 +21,7 @@ from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.saving import CheckpointConfig, Saves
 from lightning_d9d.strategy.torn import TornWeights
-from lightning_d9d.strategy.trained_only import BASE, add_frozen, check_base, leave_out_frozen
+from lightning_d9d.strategy.trained_only import add_frozen, check_model, leave_out_frozen
 
 
 class Checkpoints:
@@ -76,6 +77,8 @@ class Checkpoints:
         path = self._ranks.broadcast(path)
         if trainer is not None and not weights_only:
             checkpoint[RANKS] = self.place.gather(trainer.fit_loop, checkpoint)
+        if scales := Ranks().merge(adapter_scales(state.module)):
+            checkpoint[SCALES] = scales
         if self._config.trainable_only:
             leave_out_frozen(checkpoint, state.module, seed_of(state.module))
         self.saves.save(checkpoint, path, storage_options, state, io)
@@ -111,9 +114,9 @@ class Checkpoints:
         self.saves.wait()
         self.saves.last = Saved(str(path), None)
         checkpoint = self.loads.open(path, weights_only, io)
-        if BASE in checkpoint and module is not None:
+        if module is not None:
             with Ranks().agreed("ckpt_path cannot be loaded"):
-                check_base(checkpoint[BASE], module, seed_of(module), f"checkpoint {str(path)!r}")
+                check_model(checkpoint, module, seed_of(module), f"checkpoint {str(path)!r}")
         prepare(checkpoint, self.loads.names_in(checkpoint))
         weights = self.loads.weights(module, with_optimizers=fits)
         if weights is not None:

@@ -40,7 +40,7 @@ from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.saved_arguments import NEVER_IMPORTS
 from lightning_d9d.strategy.sharding import differing, is_sharded, spread_with, stage_places
 from lightning_d9d.strategy.stage_names import add_stage_prefix, drop_stage_prefix, parameter_names
-from lightning_d9d.strategy.trained_only import BASE, add_frozen, check_base
+from lightning_d9d.strategy.trained_only import add_frozen, check_model
 
 
 class D9DModule(OptimizedModule):
@@ -350,10 +350,9 @@ class D9DModule(OptimizedModule):
         return self.context.seed_of_job
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the parameters that `CheckpointConfig(trainable_only=True)` left out; an override must call it."""
-        if BASE in checkpoint:
-            check_base(checkpoint[BASE], self, self.seed_of_weights, "the checkpoint")
-            add_frozen(checkpoint, self)
+        """Check adapters' scales, and add what `CheckpointConfig.trainable_only` left out; overrides must call it."""
+        check_model(checkpoint, self, self.seed_of_weights, "the checkpoint")
+        add_frozen(checkpoint, self)
 
     @property
     def indexed_stages(self) -> dict[int, nn.Module]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.peft.inject import SCALES, check_scales
 
 BASE = "lightning_d9d_base"
 """The name under which a checkpoint without frozen parameters describes its base."""
@@ -52,6 +53,23 @@ def add_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
     if BASE in checkpoint:
         own = {name: each.detach() for name, each in frozen_parameters(module).items()}
         checkpoint["state_dict"] = {**own, **checkpoint["state_dict"]}
+
+
+def check_model(checkpoint: Mapping[str, Any], module: nn.Module, seed: int | None, source: str) -> None:
+    """Check that a module has the base of a checkpoint, and scales its adapters alike. Local.
+
+    Args:
+        checkpoint: Any checkpoint; one that has neither a separate base nor scales fits.
+        module: Module that gets its weights.
+        seed: Seed that determines the module's initial weights; None if that is unknown.
+        source: Name of the checkpoint, for messages.
+
+    Raises:
+        StateError: The base or a scale differs, or their record is damaged.
+    """
+    if BASE in checkpoint:
+        check_base(checkpoint[BASE], module, seed, source)
+    check_scales(checkpoint.get(SCALES, {}), module)
 
 
 def check_base_given(recorded: Any, given: object, source: object) -> None:

@@ -141,6 +141,21 @@ def test_another_scale_of_adapters_is_refused(tmp_path: Path, mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_plain_module_with_another_scale_is_refused(tmp_path: Path, mode: str) -> None:
+    """The module itself saves no method."""
+    for alpha in (4.0, 6.0):
+        module = Plain("adamw", batch_norm=False)
+        inject(module, dataclasses.replace(NET, alpha=alpha))
+        run = trainer(D9DStrategy(checkpoint=CheckpointConfig(mode=mode)), max_epochs=1)  # type: ignore[arg-type]
+        if alpha == 4.0:
+            run.fit(module, loader(8))
+            run.save_checkpoint(tmp_path / "saved.ckpt")
+        else:
+            with pytest.raises(StateError, match=r"has scale 2, but that of the model has 3; set LoRA's alpha and"):
+                run.fit(module, loader(8), ckpt_path=tmp_path / "saved.ckpt")
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_plain_module(tmp_path: Path, mode: str) -> None:
     states = []
     for ckpt in (None, tmp_path / "saved.ckpt"):

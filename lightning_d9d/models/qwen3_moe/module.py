@@ -42,7 +42,7 @@ from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.paths import check_directory, is_path
 from lightning_d9d.peft import PeftMethod, inject
-from lightning_d9d.peft.methods import as_table, check_scales, from_table
+from lightning_d9d.peft.methods import as_table, from_table
 from lightning_d9d.pipeline.partition import split_by_sizes
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
@@ -274,17 +274,6 @@ class Qwen3MoePretraining(D9DModule):
             "shift_labels": self.shift_labels,
             "peft": None if self.peft is None else as_table(self.peft),
         }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that adapters have the scales with which they were trained, and go on as `D9DModule` does."""
-        super().on_load_checkpoint(checkpoint)
-        arguments = checkpoint.get(ARGUMENTS_KEY)
-        table = arguments.get("peft") if isinstance(arguments, Mapping) else None
-        if table is None or self.peft is None:
-            return
-        saved = saved_arguments({"peft": table}, "the checkpoint")["peft"]
-        if saved != self.peft:
-            check_scales(saved, self.peft, self._whole_without_peft().stages[0])
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
