@@ -46,12 +46,14 @@ class Launcher(_SubprocessScriptLauncher):
     """Lightning's launcher of a machine's other ranks, which puts its process number into their environment."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks, and run a function of the Trainer. On one node missing paths are found first.
+        """Start the other ranks, and run a function of the Trainer. On one node mistakes are found first.
 
         Raises:
-            ConfigError: The model names a path that does not exist; no process has been started.
+            ConfigError: Degrees do not fit the number of ranks, or the model names a path that does not exist; no
+                process has been started.
         """
         if self.num_nodes == 1 and not self.cluster_environment.creates_processes_externally:
+            trainer.strategy.mesh_config.resolve(self.num_processes)
             check_model(function, *args, **kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 

@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch.utils.data import DistributedSampler
 
+from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.cli import main
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.launch import choose_network_interface, has_ipv4_address
@@ -325,6 +326,13 @@ def test_other_number_of_ranks_on_the_command_line(set_launcher, monkeypatch, ca
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "error: --trainer.devices: SLURM started 2 ranks, but devices=3 and num_nodes=1" in capsys.readouterr().err
+
+
+def test_degrees_that_do_not_fit_are_found_before_processes_start():
+    run = trainer(D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), devices=3)
+    with pytest.raises(ConfigError, match="pipeline_parallel=2 does not divide 3 ranks"):
+        run.fit(Plain(), loader(8))
+    assert run.strategy.launcher.procs == []
 
 
 def test_own_launcher_of_several_nodes_is_noticed(set_launcher):

@@ -16,7 +16,7 @@ from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig
 from lightning_d9d.checkpoint import MODEL, is_directory, open_directory
 from lightning_d9d.errors import StateError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
-from lightning_d9d.peft import inject
+from lightning_d9d.peft import LoRA, Stack, inject
 from lightning_d9d.strategy.trained_only import BASE
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -138,6 +138,16 @@ def test_another_scale_of_adapters_is_refused(tmp_path: Path, mode: str) -> None
     torch.manual_seed(1)
     equal = dataclasses.replace(LAYERS, dropout=0.5)
     assert Qwen3MoePretraining.load_from_checkpoint(saved, peft=equal).peft == equal
+
+
+@pytest.mark.ranks(2)
+def test_another_scale_in_one_stage_is_refused_on_both_ranks(rank: RankContext, tmp_path: Path) -> None:
+    folder, mesh = Path(rank.all_gather_object(str(tmp_path))[0]), {"pipeline_parallel": 2}
+    first, last = LoRA(4, 6.0, [r"layers\.0\..*q_proj"]), LoRA(4, 6.0, [r"layers\.3\..*q_proj"])
+    fit(folder, "sharded", mesh, peft=Stack([first, last]))
+    other = Stack([first, dataclasses.replace(last, alpha=12.0)])
+    with pytest.raises(StateError, match=r"layers\.3\.self_attn\.q_proj has scale 1.5, but that of the model has 3;"):
+        fit(folder, "sharded", mesh, ckpt=folder / "step=3.ckpt", peft=other)
 
 
 @pytest.mark.parametrize("mode", MODES)
