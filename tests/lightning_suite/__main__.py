@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import lightning as L
+import pytest
 import torch
 
 REPOSITORY = Path(__file__).parents[2]
@@ -65,16 +66,20 @@ def files(folder: Path) -> set[Path]:
 
 
 def run(tests: Path, results: Path, workers: int, *options: str) -> dict[str, str]:
-    """The outcome of each test, by its name."""
+    """The outcome of each test, by its name. End if pytest has not run them all."""
     command = [
         *(sys.executable, "-m", "pytest", "-p", "tests.lightning_suite.plugin", *options),
         *(f"tests_pytorch/{each}" for each in FOLDERS),
         *(f"--ignore=tests_pytorch/{each}" for each in LEFT_OUT),
-        *("-n", str(workers), "--timeout", str(SECONDS_A_TEST), "-q", "--tb=short", "-o", "addopts=--strict-markers"),
+        # Native tracebacks: others parse whole files, for which Python before 3.11.5 may end a worker (gh-106905).
+        *("-n", str(workers), "--timeout", str(SECONDS_A_TEST), "-q", "--tb=native", "-o", "addopts=--strict-markers"),
         f"--junitxml={results}",
     ]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    subprocess.run(command, cwd=tests, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, check=False)
+    environment = {**os.environ, "PYTHONPATH": path}
+    ended = subprocess.run(command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, check=False)
+    if ended.returncode > pytest.ExitCode.TESTS_FAILED or ended.returncode < 0:
+        sys.exit(f"pytest ended with {ended.returncode} before all tests had run, whose outcomes would say nothing")
     return outcomes(results)
 
 
