@@ -165,8 +165,7 @@ def check_scales(saved: Any, module: nn.Module) -> None:
     Raises:
         StateError: A scale differs, or the value is damaged.
     """
-    pairs = saved.values() if isinstance(saved, Mapping) else [saved]
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_number, pair)) for pair in pairs):
+    if not isinstance(saved, Mapping) or not all(map(_is_pair, saved.values())):
         raise StateError(f"{SCALES} of the checkpoint does not have the scales of adapters; give another checkpoint")
     for name, (rank, ours) in adapter_scales(module).items():
         saved_rank, theirs = saved.get(name, (rank, ours))
@@ -175,6 +174,11 @@ def check_scales(saved: Any, module: nn.Module) -> None:
                 f"the checkpoint's adapter of {name} has scale {theirs:.6g}, but that of the model has "
                 f"{ours:.6g}; set LoRA's alpha and rslora to those of the checkpoint"
             )
+
+
+def _is_pair(value: object) -> bool:
+    """Return whether a value is a rank and a scale."""
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
 
 
 def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM
 from lightning_d9d.modules import GroupedExperts, SparseMoE, TokenEmbedding
 from lightning_d9d.ops import defer
 from lightning_d9d.ops.weight_gradients import WeightGradients
 from lightning_d9d.parallel import ParallelConfig, compile_blocks, recompute_activations
 from lightning_d9d.peft import FullTune, LoRA, Stack, inject, is_adapted, merge, trainable_parameters, unmerge
+from lightning_d9d.peft.inject import adapter_scales, check_scales
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.tolerances import Tolerance
 from tests.peft.test_methods import CONFIG
@@ -184,6 +185,21 @@ def test_adapters_start_by_name_and_seed():
     a = one.model.layers["0"].self_attn.q_proj.lora.a
     assert not torch.equal(a, one.model.layers["1"].self_attn.q_proj.lora.a)
     assert abs(a.std().item() * (3 * CONFIG.hidden_size) ** 0.5 - 1) < 0.3
+
+
+def test_scales_of_a_checkpoint():
+    model = nn.Sequential(nn.Linear(4, 4))
+    inject(model, LoRA(rank=2, alpha=3.0, targets=["0"]))
+    assert adapter_scales(model) == {"0": (2, 1.5)}
+    check_scales({}, model)
+    check_scales({"0": [2, 1.5], "elsewhere": (2, 9.0)}, model)
+    check_scales({"0": (4, 9.0)}, model)  # of another rank, whose matrices do not fit
+    for other in (1.0, float("nan")):
+        with pytest.raises(StateError, match=rf"adapter of 0 has scale {other:.6g}, but that of the model has 1.5"):
+            check_scales({"0": (2, other)}, model)
+    for damaged in ([2, 1.5], None, {"0": 1.5}, {"0": (2, "1.5")}, {"0": (2, 1.5, 0)}, {"0": (True, 1.5)}):
+        with pytest.raises(StateError, match="does not have the scales of adapters"):
+            check_scales(damaged, model)
 
 
 def test_what_is_trained():
