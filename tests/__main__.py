@@ -38,7 +38,7 @@ QUICK_WALL_SECONDS = 120
 FOLDERS = Path(__file__).parent
 STARTUP = FOLDERS / "harness" / "startup"
 """The folder of the start of Python in every process; `sitecustomize.py` there describes it."""
-FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "loop", "ops", "optim", "peft", "state")
+FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "ops", "optim", "peft", "state")
 """The folders whose tests of one process take about half of the time of all."""
 FIRST_JOBS = ("coordination", "loop", "strategy")
 """The folders whose jobs take about half of the time of all, waits included."""
