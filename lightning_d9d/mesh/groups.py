@@ -23,6 +23,7 @@ that next ask for the group get a new one.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -292,10 +293,14 @@ def abandon(group: dist.ProcessGroup) -> None:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """End a group, also with messages under way. An aborted group keeps its name: torch numbers new ones."""
+    """End a group, also with messages under way. An aborted group keeps its name: torch numbers new ones.
+
+    Gloo's object is never freed: that would wait for collectives under way, which other ranks may never join.
+    """
     if dist.get_backend(group) == "nccl":
         group.abort()
     else:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         dist.destroy_process_group(group)
 
 

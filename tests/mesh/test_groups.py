@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_d9d import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.mesh.groups import GroupPool, partition
+from lightning_d9d.mesh.groups import GroupPool, abandon, partition
 from lightning_d9d.schedule import OneForwardOneBackward
 from lightning_d9d.strategy.pipeline import Pipeline
 from tests.harness.ranks import RankContext
@@ -289,6 +290,24 @@ def test_a_destroyed_pool_leaves_nothing_and_can_be_built_again(rank: RankContex
         domains.close()
         pool().close()
         assert num_groups() == 1
+
+
+@pytest.mark.ranks(2, record=False)
+def test_a_group_in_which_all_ranks_wait_for_each_other_is_replaced(rank: RankContext) -> None:
+    """To free it would wait for its collectives, which never end."""
+    domains = MeshDomains.build(MeshConfig(data_parallel_replicate=2), rank.device.type)
+    domains.group("dp_replicate", lane="moe")
+    own = functools.partial(pool().group, ((0, 1),), description="for this test", lane="mixing")
+    old = own().group
+    dist.broadcast(torch.ones(4, device=rank.device), 1 - rank.rank, group=old, async_op=True)
+    abandon(old)
+    new = own().group
+    assert new is not old
+    del old
+    total = torch.ones(4, device=rank.device)
+    dist.all_reduce(total, group=new)
+    assert total.tolist() == [2] * 4
+    domains.close()
 
 
 @pytest.mark.ranks(4)
