@@ -6,7 +6,8 @@ both in one stream, in turns, and messages of one run beside the computation of 
 nothing else needs a lock. The order of turns follows from the program, never from time.
 
 The backward runs in its own thread, not in autograd's thread of the device. Otherwise it would block that thread while
-it waits for its turn, and a loss that calls `torch.autograd.grad` would wait forever.
+it waits for its turn, and a loss that calls `torch.autograd.grad` would wait forever. All pairs use one thread, because
+cuDNN builds its kernels of attention anew in each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -37,6 +40,25 @@ class _Stopped(BaseException):
     """Ends an action because the other one has failed."""
 
 
+class _Thread:
+    """Runs one function after the other."""
+
+    def __init__(self) -> None:
+        self._functions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._run, name="backward of a pair", daemon=True).start()
+
+    def begin(self, function: Callable[[], None]) -> None:
+        self._functions.put(function)
+
+    def _run(self) -> None:
+        while True:
+            self._functions.get()()
+
+
+_idle: list[_Thread] = []
+"""The thread of the last pair; empty during a pair, and after one that an exception left before its end."""
+
+
 class Turns:
     """Runs the forward and the backward of a pair in turns. See [Note: turns].
 
@@ -52,6 +74,7 @@ class Turns:
         for gate in self._gates:
             gate.acquire()
         self._is_done = [False, False]
+        self._has_ended = threading.Event()
         self._states = [self._state(), self._state()]
         self._failure: BaseException | None = None
 
@@ -75,13 +98,14 @@ class Turns:
         def in_thread() -> None:
             self._wait(BACKWARD)
             self._act(BACKWARD, beside)
+            self._has_ended.set()
 
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(in_thread,), name="backward of a pair", daemon=True)
-        thread.start()
+        thread = _idle.pop() if _idle else _Thread()
+        thread.begin(partial(contextvars.copy_context().run, in_thread))
         with taking_turns(self):
             self._act(FORWARD, forward)
-            self._insist(thread.is_alive, thread.join)
+            self._insist(lambda: not self._has_ended.is_set(), self._has_ended.wait)
+        _idle.append(thread)
         self._take_state(FORWARD)
         failure, self._failure = self._failure, None
         if failure is not None:

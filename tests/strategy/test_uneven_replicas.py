@@ -48,10 +48,13 @@ class Kept(Plain):
         return self.loss(batch)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.validated.append({name: p.detach().clone() for name, p in self.named_parameters()})
+        self.validated.append(self.weights())
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.history.append({name: p.detach().clone() for name, p in self.named_parameters()})
+        self.history.append(self.weights())
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().to("cpu", copy=True) for name, p in self.named_parameters()}
 
 
 def fresh() -> Kept:
@@ -62,7 +65,7 @@ def fresh() -> Kept:
 def fit(rank: RankContext, module: L.LightningModule, data: Any, sync: str, **options: Any) -> L.Trainer:
     strategy = D9DStrategy(replicate_sync=sync)
     defaults = {"precision": "64-true", "use_distributed_sampler": False}
-    run = trainer(strategy, rank.world_size, **{**defaults, **options})
+    run = trainer(strategy, rank.world_size, rank.device.type, **{**defaults, **options})
     checkpoint = options.pop("ckpt_path", None)
     run.fit(module, DataLoader(data, ROWS), DataLoader(rows_of(9, 1), ROWS), ckpt_path=checkpoint)  # type: ignore[arg-type]
     return run
