@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -148,25 +149,23 @@ class AllToAllDispatch:
         to_ranks = sort_by_expert(once, self.num_ranks + 1)
         copies = (ranks.view(-1, 1) == torch.arange(self.num_ranks, device=ranks.device)).sum(0)
         counts = torch.stack([to_ranks.counts[:-1], copies])
-        with sending() if takes_turns() else nullcontext():  # the compiler does not enter others
-            traffic = self._gather(counts)  # kept until the copy is made
-            on_host = traffic.to("cpu", non_blocking=True)
-            is_on_host = torch.cuda.current_stream().record_event() if counts.is_cuda else None
-        # While the host waits, as many rows as a token can have at most are made. Experts are exact in float32.
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        notes = torch.cat([weights.to(wide), indices.to(wide)], dim=1)
-        to_ranks = to_ranks._replace(num_rows=len(x) * min(self.num_ranks, indices.shape[1]))
-        made = _made(to_ranks, x, notes) if to_ranks.num_rows <= MAX_ROWS else None
-        point = None if made is None else launched()
+        most = to_ranks._replace(num_rows=len(x) * min(self.num_ranks, indices.shape[1]))
+        make = partial(_rows_to_send, x, indices, weights, most)
+        rows, point = (make(), launched()) if takes_turns() else (None, None)
         give_way()
-        if is_on_host is not None:
-            is_on_host.synchronize()
-        sent, received, num_rows = self._splits(on_host.tolist())
+        with sending_after(point) if takes_turns() else nullcontext():  # the compiler does not enter others
+            with sending() if takes_turns() else nullcontext():
+                traffic = self._gather(counts)  # kept until the copy is made
+                on_host = traffic.to("cpu", non_blocking=True)
+                is_on_host = torch.cuda.current_stream().record_event() if counts.is_cuda else None
+            notes, made = rows or make()  # while the host waits
+            if is_on_host is not None:
+                is_on_host.synchronize()
+            sent, received, num_rows = self._splits(on_host.tolist())
 
-        of_x, of_notes = made or _made(to_ranks, x, notes)
-        with sending_after(point) if takes_turns() else nullcontext():
-            x = all_to_all_copies(x, of_x, to_ranks, received, sent, self.group_name)
-            notes = all_to_all_copies(notes, of_notes, to_ranks, received, sent, self.group_name)
+            of_x, of_notes = made or _made(most, x, notes)
+            x = all_to_all_copies(x, of_x, most, received, sent, self.group_name)
+            notes = all_to_all_copies(notes, of_notes, most, received, sent, self.group_name)
         to_ranks = to_ranks._replace(num_rows=sum(sent))
         of_tokens, experts = notes.split(indices.shape[1], dim=1)
         own = experts.detach().to(indices.dtype) - self.rank * experts_of_rank
@@ -203,6 +202,15 @@ class AllToAllDispatch:
                 if total > MAX_ROWS:
                     raise _too_many(f"rank {rank} {verb} {total} copies of tokens (tokens * top_k)")
         return list(tokens[self.rank]), [each[self.rank] for each in tokens], arriving[self.rank]
+
+
+def _rows_to_send(
+    x: Tensor, indices: Tensor, weights: Tensor, permutation: Permutation
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return weights and experts of tokens, exact in float32, and the copies to send unless they are too many."""
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    notes = torch.cat([weights.to(wide), indices.to(wide)], dim=1)
+    return notes, _made(permutation, x, notes) if permutation.num_rows <= MAX_ROWS else None
 
 
 @torch.no_grad()

@@ -1,9 +1,12 @@
 """Messages to experts on other ranks, which can run beside the computation of another microbatch.
 
 [Note: beside] While two microbatches take turns (`pipeline/turns.py`), all computation is on one CUDA stream, and these
-messages have a separate one. A message waits for what was launched before it, or before an earlier point
-(`sending_after`). Then the other microbatch goes on until its next message. At last the computation stream waits for
-the message. The order of messages follows from the program alone, so it is the same on all ranks.
+messages have a separate one. A microbatch gives way before its message. When its turn comes again, it launches the
+message, which waits only for what the microbatch had launched before. So the message runs beside the computation that
+the other has launched meanwhile. Then the computation stream waits for the message.
+
+Messages of the two alternate on their stream, in the order of the program, so it is the same on all ranks. A message
+that was launched before giving way would be in front of one that first waits for the host.
 """
 
 from __future__ import annotations
@@ -34,19 +37,15 @@ class TakesTurns(Protocol):
 class Sent:
     """A message that may still be on its way."""
 
-    turns: TakesTurns | None = None
-    """The microbatches that take turns, if this one gives way to another."""
     event: torch.cuda.Event | None = None
     """The end of the message on its stream; None if it was sent on the current one, or by the host."""
 
     def wait(self, *made: Tensor) -> None:
-        """Make the current stream wait for the message. Another microbatch may run before. Local.
+        """Make the current stream wait for the message. Local.
 
         Args:
             made: Tensors that were made while it was sent, for use on the current stream.
         """
-        if self.turns is not None:
-            self.turns.give_way()
         if self.event is not None:
             stream = torch.cuda.current_stream()
             with waiting():
@@ -84,7 +83,9 @@ def takes_turns() -> bool:
 
 @contextmanager
 def sending() -> Generator[Sent]:
-    """Wrap what launches a message. Inside of another message it changes nothing. Local.
+    """Wrap what launches a message, and let another microbatch run before. Local.
+
+    Inside of another message it changes nothing. After `sending_after` it does not give way.
 
     Results may be used after `Sent.wait`, or after the host has waited for an event that was recorded inside. With
     `taking_turns` tensors that are made inside belong to the stream of messages: give them to `Sent.wait`.
@@ -97,14 +98,15 @@ def sending() -> Generator[Sent]:
         with waiting():
             yield Sent()
         return
-    sent = Sent(None if _state.has_given_way else turns)
+    sent, after = Sent(), _state.after or launched()
+    if not _state.has_given_way:
+        turns.give_way()
     _state.is_sending = True
     try:
-        if turns.stream is None:
+        if turns.stream is None or after is None:
             with waiting():
                 yield sent
             return
-        after = _state.after or _reached(torch.cuda.current_stream())
         with torch.cuda.stream(turns.stream):
             turns.stream.wait_event(after)
             yield sent
@@ -126,7 +128,7 @@ def _reached(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def give_way() -> None:
-    """Let another microbatch run, if one takes turns with this one, before the host waits. Local."""
+    """Let another microbatch run, if one takes turns with this one. Local."""
     if _state.turns is not None:
         _state.turns.give_way()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.modules import AllToAllDispatch, GroupedExperts, SparseMoE
-from lightning_d9d.ops.messages import give_way, sending
+from lightning_d9d.ops.messages import give_way, launched, sending, sending_after
 from lightning_d9d.parallel import ParallelConfig, recompute_activations
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.turns import Turns
@@ -396,17 +396,26 @@ def test_bits_and_messages_of_experts(rank: RankContext, recompute: str) -> None
     mesh.close()
 
 
-def test_a_message_inside_of_another_does_not_give_way() -> None:
+def test_an_action_gives_way_before_a_message_alone() -> None:
+    """Not inside of another message, and not where it gave way for several at once."""
     notes: list[str] = []
 
-    def nested() -> None:
+    def note(what: str) -> None:
+        with sending() as message:
+            notes.append(what)
+        message.wait()
+
+    def sends() -> None:
         with sending() as outer:
-            with sending() as inner:
-                notes.append("inner")
-            inner.wait()
+            note("inner")
             notes.append("outer")
         outer.wait()
-        notes.append("end")
+        notes.append("computed")
+        give_way()
+        with sending_after(launched()):
+            note("first")
+            note("second")
+        note("last")
 
-    Turns(CPU).run(nested, in_steps("b", 1, notes))
-    assert notes == ["inner", "outer", "b0", "end"]
+    Turns(CPU).run(sends, in_steps("b", 3, notes))
+    assert " ".join(notes) == "b0 inner outer computed b1 first second b2 last"
