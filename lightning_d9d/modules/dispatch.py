@@ -163,9 +163,8 @@ class AllToAllDispatch:
                 is_on_host.synchronize()
             sent, received, num_rows = self._splits(on_host.tolist())
 
-            of_x, of_notes = made or _made(most, x, notes)
-            x = all_to_all_copies(x, of_x, most, received, sent, self.group_name)
-            notes = all_to_all_copies(notes, of_notes, most, received, sent, self.group_name)
+            made = made or _made(most, x, notes)
+            x, notes = all_to_all_copies(x, notes, made, most, received, sent, self.group_name)
         to_ranks = to_ranks._replace(num_rows=sum(sent))
         of_tokens, experts = notes.split(indices.shape[1], dim=1)
         own = experts.detach().to(indices.dtype) - self.rank * experts_of_rank

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.ops.collectives import group_named
-from lightning_d9d.ops.messages import sending
+from lightning_d9d.ops.messages import Sent, sending, takes_turns
 from lightning_d9d.ops.moe_permute import Permutation
 from lightning_d9d.ops.operator import define
 
@@ -32,58 +33,79 @@ def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], 
 
 
 def all_to_all_copies(
-    x: Tensor, copies: Tensor, permutation: Permutation, received: Sequence[int], sent: Sequence[int], group_name: str
-) -> Tensor:
+    x: Tensor,
+    notes: Tensor,
+    copies: tuple[Tensor, Tensor],
+    permutation: Permutation,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
     """Run `all_to_all_rows` of copies made before the number of rows was known on the host. Collective.
 
     It is one operator, `torch.ops.lightning_d9d.all_to_all_copies`. Its backward is the exchange in the other
-    direction, and `permutation.sum`.
+    direction, and `permutation.sum`. Both tensors travel in one turn, there and back: [Note: beside] of `messages`.
 
     Args:
-        x: Tensor that gets the gradient, shape `[tokens, ...]`.
-        copies: `permutation.copy(x)`; its first `sum(sent)` rows are sent.
+        x: Tensor that gets a gradient, shape `[tokens, ...]`.
+        notes: Another one, such as the weights of these tokens.
+        copies: `permutation.copy` of `x` and of `notes`; their first `sum(sent)` rows are sent.
         permutation: Permutation of the copies; copies with places from `sum(sent)` on are not sent.
         received: As for `all_to_all_rows`.
         sent: As for `all_to_all_rows`.
         group_name: As for `all_to_all_rows`.
     """
-    return _copies_op(x, copies.detach(), permutation.places, permutation.counts, received, sent, group_name)
+    of_x, of_notes = (each.detach() for each in copies)
+    return _copies_op(x, notes, of_x, of_notes, permutation.places, permutation.counts, received, sent, group_name)
 
 
 def _new_copies(
     x: Tensor,
-    copies: Tensor,
+    notes: Tensor,
+    of_x: Tensor,
+    of_notes: Tensor,
     places: Tensor,
     counts: Tensor,
     received: Sequence[int],
     sent: Sequence[int],
     group_name: str,
-) -> Tensor:
-    return copies.new_empty(sum(received), *copies.shape[1:])
+) -> tuple[Tensor, Tensor]:
+    return _new_rows(of_x, received, sent, group_name), _new_rows(of_notes, received, sent, group_name)
 
 
 def _exchange_copies(
     x: Tensor,
-    copies: Tensor,
+    notes: Tensor,
+    of_x: Tensor,
+    of_notes: Tensor,
     places: Tensor,
     counts: Tensor,
     received: Sequence[int],
     sent: Sequence[int],
     group_name: str,
-) -> Tensor:
-    return _exchange(copies[: sum(sent)], received, sent, group_name)
+) -> tuple[Tensor, Tensor]:
+    with sending() as message:
+        rows = _exchange(of_x[: sum(sent)], received, sent, group_name)
+        of_rows = _exchange(of_notes[: sum(sent)], received, sent, group_name)
+    message.wait(rows, of_rows)
+    return rows, of_rows
 
 
-def _keep_copies(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, places, counts, received, sent, ctx.group_name = inputs
+def _keep_copies(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *_, places, counts, received, sent, ctx.group_name = inputs
     # Not saved in autograd's way; see `_setup_context` of `moe_permute`.
     ctx.permutation = Permutation(places, counts, counts, sum(sent))
     ctx.received, ctx.sent = list(received), list(sent)
 
 
-def _copies_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    returned = all_to_all_rows(gradient, ctx.sent, ctx.received, ctx.group_name)
-    return ctx.permutation.sum(returned), *[None] * 6
+def _copies_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    sent: list[Tensor | None] = [None, None]
+    with sending() if takes_turns() else nullcontext(Sent()) as message:  # the compiler does not enter others
+        for index, gradient in enumerate(gradients):
+            if ctx.needs_input_grad[index]:
+                sent[index] = all_to_all_rows(gradient, ctx.sent, ctx.received, ctx.group_name)
+    message.wait(*(each for each in sent if each is not None))
+    return *(None if each is None else ctx.permutation.sum(each) for each in sent), *[None] * 7
 
 
 def _new_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
@@ -118,8 +140,8 @@ _exchange_op = define(
 )
 _copies_op = define(
     "all_to_all_copies",
-    "(Tensor x, Tensor copies, Tensor places, Tensor counts, SymInt[] received, SymInt[] sent, str group_name) "
-    "-> Tensor",
+    "(Tensor x, Tensor notes, Tensor of_x, Tensor of_notes, Tensor places, Tensor counts, SymInt[] received, "
+    "SymInt[] sent, str group_name) -> (Tensor, Tensor)",
     _exchange_copies,
     _new_copies,
     setup_context=_keep_copies,
