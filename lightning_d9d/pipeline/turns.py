@@ -7,7 +7,7 @@ nothing else needs a lock. The order of turns follows from the program, never fr
 
 The backward runs in its own thread, not in autograd's thread of the device. Otherwise it would block that thread while
 it waits for its turn, and a loss that calls `torch.autograd.grad` would wait forever. All pairs use one thread, because
-cuDNN builds its kernels of attention anew in each.
+cuDNN builds its kernels of attention again in each.
 """
 
 from __future__ import annotations

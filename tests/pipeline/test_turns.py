@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -60,7 +60,7 @@ def test_actions_change_at_each_message_until_one_ends(first: int, second: int, 
 
 
 def test_backwards_of_all_pairs_run_in_one_thread() -> None:
-    """cuDNN builds its kernels of attention anew in each thread. A pair that fails gives the thread back, too."""
+    """cuDNN builds its kernels of attention again in each thread. A pair that fails gives the thread back, too."""
     threads: list[int] = []
 
     def backward() -> None:
@@ -393,6 +393,9 @@ def test_bits_and_messages_of_experts(rank: RankContext, recompute: str) -> None
     # A forward has two mixtures with a dispatch and a combine each, and so has its backward. Selective recomputation
     # gives way where it has kept the counts, without a message.
     assert changes >= (6 if recompute == "selective" else 7) * len(pairs)
+    if recompute == "none":  # gradients of results in one turn, and those of tokens and their weights in the next
+        runs = [len([*messages]) for is_backward, messages in groupby(sides) if is_backward]
+        assert runs == [1, 2, 1, 2] * len(pairs)
     mesh.close()
 
 
