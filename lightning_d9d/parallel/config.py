@@ -46,13 +46,13 @@ class ParallelConfig:
 
     expert_dispatch: ExpertDispatch = "auto"
     """How tokens are sent to experts on other ranks. With "peer" ranks of one host write into each other's memory while
-    a D9DModule is trained, and the host does not wait for sizes. It needs accumulation windows of one batch, without
-    `step_in_backward`. "auto" is "local" if a rank has all experts. Under `D9DStrategy` it is "peer" for GPUs of one
-    host with peer access, if no other setting refuses that and memory suffices. Otherwise it is "all_to_all"."""
+    a D9DModule is trained, and the host waits once for each forward of a stage, not in each layer. "auto" is "local" if
+    a rank has all experts. Under `D9DStrategy` it is "peer" for GPUs of one host with peer access, if no other setting
+    refuses that and memory suffices. Otherwise it is "all_to_all"."""
 
     expert_capacity: float = 1.5
     """Room for token copies for a rank's experts with peer dispatch, as a multiple of an even share, at least 1. A
-    batch that needs more is recomputed by all-to-all, and then the memory grows."""
+    forward that needs more runs again by all-to-all, and after the batch the memory grows."""
 
     overlap_experts: bool = False
     """Send the tokens of a layer to experts on other ranks in two halves. On CUDA messages have a separate stream:

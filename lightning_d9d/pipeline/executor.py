@@ -80,6 +80,18 @@ class DataParallel(Protocol):
         ...
 
 
+class ForwardsAgain(Protocol):
+    """Runs forwards of stages, some of them twice."""
+
+    def forward(self, stage: int, microbatch: int, run: Callable[[], Any]) -> Any:
+        """Return the result of a forward. Collective over the ranks that hold the same stages."""
+        ...
+
+    def as_forward(self, stage: int, microbatch: int) -> AbstractContextManager:
+        """Open a context around a backward, whose recomputations repeat what its forward did last."""
+        ...
+
+
 @dataclass(frozen=True)
 class SplitBatch:
     """A batch in microbatches."""
@@ -126,6 +138,7 @@ class Executor:
         before_first: Called before the first forward of a stage, with the stage and its arguments.
         pairs_on: Device on which the forward and the backward of an overlapped pair take turns, if they are of two
             stages. None: one runs after the other, as with an `observer`.
+        again: Runs the forwards of training; None runs each once.
     """
 
     def __init__(
@@ -139,6 +152,7 @@ class Executor:
         stage_context: Callable[[], AbstractContextManager] = nullcontext,
         before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
         pairs_on: torch.device | None = None,
+        again: ForwardsAgain | None = None,
     ) -> None:
         self.stages = {index: Stage(module, before_first) for index, module in stages.items()}
         self.num_stages = num_stages
@@ -148,6 +162,7 @@ class Executor:
         self.observer = observer
         self.stage_context = stage_context
         self.pairs_on = pairs_on
+        self.again = again
 
     def train(
         self,
@@ -300,8 +315,10 @@ class _Run:
         running = executor.stages[stage]
         counting = _NOTHING if self.batch.counts(microbatch) else running.without_counting()
         with self._observed(Forward(stage, microbatch)), executor.forward_context(), counting:
+            run = partial(running.forward, microbatch, trained, received, arguments, self.splits_backward)
             with executor.stage_context():
-                output = running.forward(microbatch, trained, received, arguments, self.splits_backward)
+                again = executor.again if torch.is_grad_enabled() else None
+                output = run() if again is None else again.forward(stage, microbatch, run)
             is_last_stage = stage == executor.num_stages - 1
             outputs = self._finish(microbatch, output) if is_last_stage else self._pass_on(stage, microbatch, output)
             if torch.is_grad_enabled():
@@ -361,7 +378,8 @@ class _Run:
                 running.backward_weight(microbatch)
             return
         gradients = self._gradients_of_output(stage, microbatch)
-        with self._observed(action):
+        again = self.executor.again
+        with self._observed(action), _NOTHING if again is None else again.as_forward(stage, microbatch):
             run = running.backward if isinstance(action, Backward) else running.backward_input
             of_inputs = run(microbatch, gradients)
         if stage > 0:

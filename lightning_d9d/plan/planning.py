@@ -316,7 +316,7 @@ def rank_model(
         )
     check_mesh(mesh, costs, model.weights.layers)
     model = replace(model, expert_load=expert_load)
-    if refusal(parallel, in_backward, accumulates_batches, mixes=mixes) is None:
+    if refusal(parallel, mixes=mixes) is None:
         model = replace(model, gpus_per_node=gpus_per_node)
     if isinstance(schedule, Auto):
         return _chosen(model, schedule, memory)

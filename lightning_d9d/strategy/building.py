@@ -38,7 +38,7 @@ from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
 from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_parameter_groups, check_steps_once
-from lightning_d9d.strategy.peer_batches import PeerBatches
+from lightning_d9d.strategy.peer_forwards import PeerForwards
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks
@@ -277,33 +277,30 @@ class TrainingParts:
             check_step_in_backward, module, optimizers, self.precision, offloads=offloads, skips=skips
         )
         memory = self._memory(module, optimizers, gradients, check_in_backward=check, keeps_gathered=keeps)
+        peers = self._peers(module)
+        executor = module.pipeline.executor(
+            module, stages, self.precision.forward_context, overlaps_pairs=self.parallel.overlap_pairs, again=peers
+        )
         train_step = TrainStep(
             module,
-            module.pipeline.executor(
-                module, stages, self.precision.forward_context, overlaps_pairs=self.parallel.overlap_pairs
-            ),
+            executor,
             splitter,
             gradients,
             steps,
             self.evaluation.sequences,
             memory,
             in_backward,
-            self._peers(module),
+            peers,
         )
         progress = None if self.ranks.device.type == "cpu" else LateProgress(self.patches, module.trainer)
         training = StagedTraining(train_step, progress, skips_nonfinite=skips, check_in_backward=check)
         training.memory = memory
         return training
 
-    def _peers(self, module: D9DModule) -> PeerBatches | None:
+    def _peers(self, module: D9DModule) -> PeerForwards | None:
         if self.parallel.expert_dispatch != "peer":
             return None
-        if self.torn is not None:
-            raise ConfigError(
-                "ParallelConfig.expert_dispatch='peer' with step_in_backward=True: a batch whose tokens do not fit is "
-                "computed again, with the same weights. Leave out one of them"
-            )
-        return PeerBatches(module, self.ranks.device, is_optional=self.may_replace_peers)
+        return PeerForwards(module, self.ranks.device, self.ranks.stage_group, is_optional=self.may_replace_peers)
 
     def _memory(
         self, module: L.LightningModule, optimizers: Sequence[Optimizer], gradients: GradientSync, **options: Any

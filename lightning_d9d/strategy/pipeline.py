@@ -18,7 +18,7 @@ from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.parallel.tokens import TokenShard
-from lightning_d9d.pipeline.executor import Executor, MicrobatchHooks
+from lightning_d9d.pipeline.executor import Executor, ForwardsAgain, MicrobatchHooks
 from lightning_d9d.pipeline.transfer import Link, Messages
 from lightning_d9d.pipeline.trees import put_together, take_apart
 from lightning_d9d.pipeline.types import StageInfo
@@ -103,6 +103,7 @@ class Pipeline:
         before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
         *,
         overlaps_pairs: bool = False,
+        again: ForwardsAgain | None = None,
     ) -> Executor:
         """Make the executor of programs over this rank's stages.
 
@@ -112,6 +113,7 @@ class Pipeline:
             forward_context: The precision context of a forward.
             before_first: As for `Executor`.
             overlaps_pairs: Whether the forward and the backward of an overlapped pair take turns.
+            again: As for `Executor`.
         """
         # Weights that FSDP2 gathers in bfloat16 need no autocast; the loss and the metrics do, as on any mesh.
         no_autocast = functools.partial(torch.autocast, self.device.type, enabled=False)
@@ -125,6 +127,7 @@ class Pipeline:
             stage_context=no_autocast if is_sharded else nullcontext,
             before_first=before_first,
             pairs_on=self.device if overlaps_pairs else None,
+            again=again,
         )
 
     @property

@@ -134,7 +134,6 @@ class Staging:
         module: L.LightningModule,
         ranks: JobRanks,
         parallel: ParallelConfig,
-        steps_in_backward: bool,
         *,
         mixes: bool,
     ) -> None:
@@ -144,7 +143,6 @@ class Staging:
             module: A module that is attached to a Trainer.
             ranks: The ranks of the job, with the groups of experts.
             parallel: The user's configuration.
-            steps_in_backward: Whether updates run inside of the backward.
             mixes: Whether replicas mix their weights.
         """
         self.dispatch = None
@@ -152,7 +150,7 @@ class Staging:
         if ranks.mesh_of_several is None or not is_free or ranks.size(Axis.EP_SHARD) == 1:
             return
         trainer: Any = module.trainer
-        refused = refusal(parallel, steps_in_backward, trainer.accumulate_grad_batches > 1, mixes=mixes)
+        refused = refusal(parallel, mixes=mixes)
         group = ranks.mesh.group(Axis.EP_SHARD, lane="moe")
         self.dispatch = agreed_dispatch(group, place_of(ranks.device), refused)
         if trainer.state.fn == TrainerFn.FITTING:

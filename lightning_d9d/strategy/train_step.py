@@ -51,7 +51,7 @@ from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.loss_scale import LossScaling
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
-from lightning_d9d.strategy.peer_batches import PeerBatches
+from lightning_d9d.strategy.peer_forwards import PeerForwards
 from lightning_d9d.strategy.reports import Reports
 from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.step_checks import StepChecks
@@ -73,7 +73,7 @@ class TrainStep:
         sequences: Checks in the first batch that stages support parts of sequences.
         memory: Checks that the first batch fits into memory.
         in_backward: Updates parameters inside `run`; None leaves all to `step`. See [Note: step in backward].
-        peers: Computes batches again whose tokens did not fit into the memory of other ranks; None if there are none.
+        peers: Runs forwards again whose tokens did not fit into the memory of other ranks; None if there are none.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TrainStep:
         sequences: SequenceCheck,
         memory: FitMemory,
         in_backward: StepInBackward | None = None,
-        peers: PeerBatches | None = None,
+        peers: PeerForwards | None = None,
     ) -> None:
         self.module = module
         self.executor = executor
@@ -145,13 +145,10 @@ class TrainStep:
             scale = scale if weight is not None else LossScale(scale.of_mean, None)
             in_backward.begin(*self._skip_and_factor(weight, is_first))
         if self.peers is not None:
-            self.peers.begin(accumulated_batches)
+            self.peers.begin()
         totals = self._run_schedule(split, scale, is_first, is_last)
-        if self.peers is not None and self.peers.overflowed():
-            for parameter in self.parameters:
-                parameter.grad = None
-            with self.peers.by_all_to_all():
-                totals = self._run_schedule(split, scale, is_first, is_last)
+        if self.peers is not None:
+            self.peers.end()
         if is_last:
             self.checks.whole_gradients()
         loss, metrics = self._reduce(totals, plan)

@@ -49,8 +49,6 @@ def test_the_links_of_ranks(groups: list[list[PeerPlace]], kind: str, reason: st
     ("options", "reason"),
     [
         ({}, None),
-        ({"steps_in_backward": True}, "step_in_backward=True"),
-        ({"accumulates_batches": True}, "accumulate_grad_batches is above 1"),
         ({"parallel": ParallelConfig(compile=True)}, "blocks are compiled"),
         ({"parallel": ParallelConfig(overlap_pairs=True)}, "overlap_pairs=True needs all-to-all"),
         ({"mixes": True}, "replicas that mix"),
@@ -58,8 +56,7 @@ def test_the_links_of_ranks(groups: list[list[PeerPlace]], kind: str, reason: st
     ],
 )
 def test_settings_that_refuse_peers(options: dict[str, Any], reason: str | None) -> None:
-    given = {"parallel": ParallelConfig(), "steps_in_backward": False, "accumulates_batches": False} | options
-    refused = refusal(**given)
+    refused = refusal(**{"parallel": ParallelConfig(), **options})
     assert (refused or "nothing").startswith(reason or "nothing")
 
 

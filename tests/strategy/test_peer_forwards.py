@@ -1,7 +1,7 @@
-"""Batches whose tokens have no room in the memory of experts' ranks are computed again."""
+"""Forwards whose tokens have no room in the memory of experts' ranks run again by all-to-all."""
 
 import logging
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,17 +10,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig, memory
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.modules import BalanceConfig, peer_dispatch
 from lightning_d9d.ops.peer_buffers import PeerPlace
 from lightning_d9d.strategy.fit_memory import FitMemory
-from lightning_d9d.strategy.peer_batches import PeerBatches
+from lightning_d9d.strategy.peer_forwards import PeerForwards
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
-from tests.meshes.equality import CONFIG, ROWS, SMALL, Watched, batch_of
+from tests.meshes.equality import CONFIG, Watched, whole
 from tests.strategy.plain import trainer
 
 STEPS = 3
@@ -29,20 +28,39 @@ BALANCE = BalanceConfig(bias_rate=0.5)
 """Biases move so fast that experts' loads differ."""
 
 
-def fit(rank: RankContext, parallel: ParallelConfig, **options: Any) -> tuple[dict[str, Tensor], list[bool]]:
-    """Weights, biases, losses and norms after a fit, and which batches had tokens without room."""
+class InBackward(Watched):
+    """Keeps weights and norms without hooks that `step_in_backward` refuses."""
+
+    on_before_optimizer_step = Qwen3MoePretraining.on_before_optimizer_step
+    optimizer_step = Qwen3MoePretraining.optimizer_step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            self.seen.norms.append(self.trainer.callback_metrics["grad_norm"].cpu())
+            self.seen.weights.append({name: whole(value.detach()) for name, value in self.named_parameters()})
+
+
+def fit(
+    rank: RankContext, parallel: ParallelConfig, *, forced: Collection[int] = (), **options: Any
+) -> tuple[dict[str, Tensor], list[bool]]:
+    """Weights, biases, losses and norms after a fit, and which forwards had tokens without room.
+
+    Those in `forced` are said to have had some, counted from the first forward.
+    """
     L.seed_everything(1, verbose=False)
     accumulated = options.get("accumulate_grad_batches", 1)
-    module, overflows = Watched(CONFIG, STEPS * accumulated), []
+    watched = InBackward if options.get("step_in_backward") else Watched
+    module, overflows = watched(CONFIG, STEPS * accumulated), []
     module.balance = BALANCE
-    overflowed = PeerBatches.overflowed
+    overflowed = PeerForwards._overflowed
 
-    def noted(peers: PeerBatches) -> bool:
-        overflows.append(overflowed(peers))
+    def noted(peers: PeerForwards) -> bool:
+        overflows.append(overflowed(peers) or len(overflows) in forced)
         return overflows[-1]
 
     strategy_options = {"mesh": MESH, "parallel": parallel} | {
-        name: options.pop(name) for name in ("step_in_backward",) if name in options
+        name: options.pop(name) for name in ("step_in_backward", "schedule", "num_microbatches") if name in options
     }
     run = trainer(
         D9DStrategy(**strategy_options),
@@ -53,7 +71,7 @@ def fit(rank: RankContext, parallel: ParallelConfig, **options: Any) -> tuple[di
         **{"gradient_clip_val": 1.0, "max_epochs": 1, **options},
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(PeerBatches, "overflowed", noted)
+        monkeypatch.setattr(PeerForwards, "_overflowed", noted)
         run.fit(module)
     results = {name: buffer.clone() for name, buffer in module.named_buffers() if name.endswith("bias")}
     for step in range(STEPS):
@@ -105,15 +123,38 @@ def test_no_token_is_lost(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "num_forwards"),
     [
-        ({"accumulate_grad_batches": 2}, "expert_dispatch='peer' with accumulate_grad_batches=2: .*microbatch_size"),
-        ({"step_in_backward": True, "gradient_clip_val": None}, "expert_dispatch='peer' with step_in_backward=True"),
+        ({"accumulate_grad_batches": 2}, 2),
+        ({"step_in_backward": True, "gradient_clip_val": None}, 1),
+        ({"step_in_backward": True, "gradient_clip_val": None, "accumulate_grad_batches": 2}, 2),
     ],
+    ids=["accumulated", "in the backward", "both"],
 )
-def test_what_cannot_be_computed_again_is_refused(rank: RankContext, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        fit(rank, ParallelConfig(expert_dispatch="peer"), **options)
+def test_gradients_and_weights_that_are_there_already(
+    rank: RankContext, options: dict[str, Any], num_forwards: int
+) -> None:
+    """Gradients of earlier batches stay, and no weight has changed when a forward runs again."""
+    expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"), **options)
+    with on_devices_that_reach_each_other(rank), heard() as lines:
+        actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0), **options)
+    assert len(overflows) == STEPS * num_forwards
+    assert True in overflows
+    assert any("expert_dispatch='auto' takes peer" in line for line in lines) == (rank.rank == 0)
+    assert_tensors_close(actual, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_backwards_go_the_way_of_their_forwards(rank: RankContext, recompute: Any) -> None:
+    """Several microbatches are between forward and backward when the second one has no room."""
+    options = {"schedule": "gpipe", "num_microbatches": 4}
+    expected, _ = fit(rank, ParallelConfig(recompute=recompute, expert_dispatch="all_to_all"), **options)
+    parallel = ParallelConfig(recompute=recompute, expert_dispatch="peer", expert_capacity=4.0)
+    actual, overflows = fit(rank, parallel, forced={1, 6}, **options)
+    # Later forwards of the batch do not ask, and the next batch has room again.
+    assert overflows == [False, True, *[False] * 4, True]
+    assert_tensors_close(actual, expected)
 
 
 @pytest.mark.ranks(2)
@@ -138,25 +179,13 @@ def test_auto_takes_all_to_all_for_good_where_the_load_is_too_uneven(rank: RankC
 
 
 @pytest.mark.ranks(2)
-def test_auto_takes_all_to_all_beside_updates_in_the_backward(rank: RankContext) -> None:
-    batch = batch_of(0)
-    rows: Any = [{name: value[row] for name, value in batch.items()} for row in range(ROWS)]
-    run = trainer(D9DStrategy(mesh=MESH, step_in_backward=True), 2, rank.device.type, max_steps=1)
-    with heard() as lines, on_devices_that_reach_each_other(rank):
-        run.fit(Qwen3MoePretraining(SMALL), DataLoader(rows, ROWS // 2))
-    said = "expert_dispatch='auto' takes all_to_all: step_in_backward=True"
-    assert sum(said in line for line in lines) == (rank.rank == 0)
-
-
-@pytest.mark.ranks(2)
-def test_batches_that_begin_to_be_accumulated_travel_by_all_to_all(rank: RankContext) -> None:
-    """A callback accumulates from the second epoch on, which no rank knows when it chooses."""
+def test_batches_that_begin_to_be_accumulated(rank: RankContext) -> None:
     scheduler = {"callbacks": GradientAccumulationScheduler({0: 1, 1: 2}), "max_epochs": 2}
     expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"), **scheduler)
     with on_devices_that_reach_each_other(rank):
         actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0), **scheduler)
-    assert True in overflows[:STEPS]
-    assert overflows[STEPS:] == [False] * STEPS
+    assert len(overflows) == 2 * STEPS
+    assert True in overflows
     assert_tensors_close(actual, expected)
 
 

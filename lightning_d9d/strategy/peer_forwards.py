@@ -1,0 +1,130 @@
+"""Forwards whose tokens do not fit into the memory of experts' ranks run again, so no token is lost.
+
+[Note: forwards that run again] Only the device of a rank knows how many tokens come to the rank (`PeerDispatch`). So
+after each forward of a stage the host asks whether a rank with this stage had too many. In that case the forward runs
+again by all-to-all. Its results and its loss are those of the second run. Random numbers continue, so dropout draws
+others. Tokens of experts are counted only once. A backward needs no more room than its forward.
+
+Later forwards of the batch travel by all-to-all, too: memory grows at the end of the batch, when no backward needs it.
+A recomputation takes the way of its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_d9d.log import logger
+from lightning_d9d.mesh.collectives import device_of_messages
+from lightning_d9d.modules import ExpertBalance
+from lightning_d9d.modules.peer_dispatch import peer_exchanges
+from lightning_d9d.ops.peer_memory import LATE, OVERFLOW
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.waits import waiting
+
+T = TypeVar("T")
+
+
+class PeerForwards:
+    """Runs forwards, and runs them again by all-to-all where needed. See [Note: forwards that run again].
+
+    Args:
+        module: Module with its stages built.
+        device: Device of this rank.
+        group: The ranks with the same stages; None for all ranks.
+        is_optional: Whether all-to-all may replace peer dispatch for good.
+    """
+
+    def __init__(
+        self, module: D9DModule, device: torch.device, group: dist.ProcessGroup | None, *, is_optional: bool = False
+    ) -> None:
+        self.num_repeated = 0
+        """How many forwards ran again."""
+        self._exchanges = peer_exchanges(module.indexed_stages.values())
+        for exchange in self._exchanges:
+            exchange.is_optional, exchange.is_off = is_optional, False
+        self._counters = [part.tokens_per_expert for part in module.modules() if isinstance(part, ExpertBalance)]
+        self._device, self._group = device, group
+        self._is_off = False
+        self._by_all_to_all: set[tuple[int, int]] = set()
+        """Stages and microbatches whose tokens traveled by all-to-all in this batch."""
+
+    def begin(self) -> None:
+        """Begin a batch. Local."""
+        self._is_off = False
+        self._by_all_to_all.clear()
+
+    def forward(self, stage: int, microbatch: int, run: Callable[[], T]) -> T:
+        """Run a forward, and again by all-to-all if tokens do not fit. Collective over the group; the host waits.
+
+        Raises:
+            RuntimeError: A rank did not write its tokens in time.
+        """
+        if not self._is_off:
+            counted = [counter.clone() for counter in self._counters]
+            result = run()
+            if not self._overflowed():
+                return result
+            self._is_off = True
+            self._warn()
+            for counter, value in zip(self._counters, counted, strict=True):
+                counter.copy_(value)
+        self._by_all_to_all.add((stage, microbatch))
+        with self.as_forward(stage, microbatch):
+            return run()
+
+    @contextmanager
+    def as_forward(self, stage: int, microbatch: int) -> Generator[None]:
+        """Send tokens as in the forward of a microbatch, inside of its backward. Local."""
+        is_off = (stage, microbatch) in self._by_all_to_all
+        for exchange in self._exchanges:
+            exchange.is_off = is_off
+        try:
+            yield
+        finally:
+            for exchange in self._exchanges:
+                exchange.is_off = False
+
+    def end(self) -> None:
+        """End a batch; there is more memory if it was needed. Collective over the group; the host waits.
+
+        Raises:
+            RuntimeError: A rank did not write its tokens in time.
+        """
+        self._flags()
+        if self._is_off:
+            for exchange in self._exchanges:
+                exchange.grow()
+
+    def _overflowed(self) -> bool:
+        return bool(self._flags() & OVERFLOW)
+
+    def _flags(self) -> int:
+        """Return the flags of all ranks of the group."""
+        flags = torch.zeros(2, dtype=torch.int32, device=self._device)
+        for exchange in self._exchanges:
+            if (failures := exchange.failures()) is not None:
+                flags = torch.maximum(flags, torch.stack([failures & OVERFLOW, failures & LATE]))
+        message = flags.to(device_of_messages(self._group or dist.group.WORLD))
+        with waiting():
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
+        overflow, late = message.tolist()
+        if late:
+            for exchange in self._exchanges:
+                if (failures := exchange.failures()) is not None:
+                    exchange.check(int(failures))
+            raise RuntimeError("expert_dispatch='peer': ranks did not receive the tokens of another rank in time")
+        return overflow
+
+    def _warn(self) -> None:
+        if self.num_repeated == 0:
+            logger.warning(
+                "expert_dispatch='peer': tokens of a forward had no room in the memory of experts' ranks, so it runs "
+                "again by all-to-all, and there is more memory from then on; a larger ParallelConfig.expert_capacity, "
+                "or a more even load of experts, avoids that"
+            )
+        self.num_repeated += 1
