@@ -2,7 +2,7 @@
 
 [Note: which dispatch] On two H200s the whole 30B makes 13,843 tokens/s a GPU with "peer", and 13,168 with all-to-all
 (docs/benchmarks/whole-model.md). So "auto" takes "peer" where all GPUs with a layer's experts can write to each other's
-memory. It takes all-to-all beside settings with which a forward cannot run again. A plan and a run use this rule.
+memory. A plan and a run use this rule.
 """
 
 from __future__ import annotations
@@ -28,19 +28,9 @@ class DispatchChoice(NamedTuple):
         return f"expert_dispatch='auto' takes {self.kind}: {self.reason}"
 
 
-def refusal(parallel: ParallelConfig, *, mixes: bool = False) -> str | None:
-    """Return the setting with which "auto" takes all-to-all on any ranks; None if there is none. Local.
-
-    Args:
-        parallel: The configuration.
-        mixes: Whether replicas mix their weights.
-    """
-    refused = {
-        "blocks are compiled": parallel.compile,
-        "overlap_pairs=True needs all-to-all": parallel.overlap_pairs,
-        "replicas that mix do not wait for each other": mixes,
-    }
-    return next((reason for reason, applies in refused.items() if applies), None)
+def refusal(parallel: ParallelConfig) -> str | None:
+    """Return the setting with which "auto" takes all-to-all on any ranks; None if there is none. Local."""
+    return "overlap_pairs=True needs all-to-all" if parallel.overlap_pairs else None
 
 
 def dispatch_for(groups: Iterable[Sequence[PeerPlace]], refused: str | None) -> DispatchChoice:

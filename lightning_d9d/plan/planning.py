@@ -299,12 +299,11 @@ def rank_model(
     check_stages(mesh, costs)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     parallel = with_dtypes(strategy.parallel, strategy.grad_sync, autocasts=precision.endswith("-mixed"))
-    in_backward, mixes = strategy.step_in_backward, strategy.mixed is not None
     settings = RunSettings(
         mesh=mesh,
         parallel=parallel,
         grad_sync=strategy.grad_sync,
-        step_in_backward=in_backward,
+        step_in_backward=strategy.step_in_backward,
         accumulates_batches=accumulates_batches,
         autocasts=precision.endswith("-mixed"),
     )
@@ -316,7 +315,7 @@ def rank_model(
         )
     check_mesh(mesh, costs, model.weights.layers)
     model = replace(model, expert_load=expert_load)
-    if refusal(parallel, mixes=mixes) is None:
+    if refusal(parallel) is None:
         model = replace(model, gpus_per_node=gpus_per_node)
     if isinstance(schedule, Auto):
         return _chosen(model, schedule, memory)

@@ -134,8 +134,6 @@ class Staging:
         module: L.LightningModule,
         ranks: JobRanks,
         parallel: ParallelConfig,
-        *,
-        mixes: bool,
     ) -> None:
         """Choose for `expert_dispatch="auto"` how tokens reach experts on other ranks, and log it. Collective.
 
@@ -143,14 +141,13 @@ class Staging:
             module: A module that is attached to a Trainer.
             ranks: The ranks of the job, with the groups of experts.
             parallel: The user's configuration.
-            mixes: Whether replicas mix their weights.
         """
         self.dispatch = None
         is_free = parallel.expert_dispatch == "auto" and isinstance(module, D9DModule)
         if ranks.mesh_of_several is None or not is_free or ranks.size(Axis.EP_SHARD) == 1:
             return
         trainer: Any = module.trainer
-        refused = refusal(parallel, mixes=mixes)
+        refused = refusal(parallel)
         group = ranks.mesh.group(Axis.EP_SHARD, lane="moe")
         self.dispatch = agreed_dispatch(group, place_of(ranks.device), refused)
         if trainer.state.fn == TrainerFn.FITTING:

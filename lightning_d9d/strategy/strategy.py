@@ -270,7 +270,7 @@ class D9DStrategy(SaveHooks):
         check_run(self.settings(), D9DStrategy().settings(), beside, self.precision_plugin)
         several, in_backward = trainer.accumulate_grad_batches > 1, self.step_in_backward
         open_groups(self.ranks, self.parallel_in_effect)
-        self.staging.choose_dispatch(module, self.ranks, self.parallel, mixes=self.mixed is not None)
+        self.staging.choose_dispatch(module, self.ranks, self.parallel)
         has_stages = isinstance(module, D9DModule) and len(module.stages) > 0
         run = RunSettings(mesh, self.parallel_in_effect, self.grad_sync, in_backward, several)
         select = functools.partial(choose_for, module, self.precision_plugin, self.root_device, run)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d import ConfigError, D9DStrategy, MeshConfig
+from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.callbacks import WeightAverages
 from lightning_d9d.dtypes import default_dtype
 from lightning_d9d.mesh.sharding import local
@@ -161,6 +161,7 @@ def check_mesh(
     accumulated: int = 1,
     num_replicas: int = 2,
     peer_copies: bool = False,
+    parallel: ParallelConfig | None = None,
     **degrees: int,
 ) -> None:
     steps = 2
@@ -169,7 +170,7 @@ def check_mesh(
         alone.configure_model()
     mesh = MeshConfig(data_parallel_replicate=num_replicas, **degrees)
     sync = ReplicaMixing(peer_copies=peer_copies)
-    strategy = D9DStrategy(mesh=mesh, replicate_sync=sync, microbatch_size=2)
+    strategy = D9DStrategy(mesh, microbatch_size=2, parallel=parallel or ParallelConfig(), replicate_sync=sync)
     module = Grouped(config, steps * accumulated)
     options = {"precision": "64-true", "max_epochs": 1, "gradient_clip_val": CLIP, "use_distributed_sampler": False}
     run = trainer(strategy, rank.world_size, accumulate_grad_batches=accumulated, **options)
@@ -196,7 +197,7 @@ def check_mesh(
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("inside", ["shard2", "pp2", "tp2", "shard2 ep2", "pp2 tied", "accumulated"])
+@pytest.mark.parametrize("inside", ["shard2", "pp2", "tp2", "shard2 ep2", "shard2 ep2 peer", "pp2 tied", "accumulated"])
 @pytest.mark.parametrize("peer_copies", [False, True], ids=["messages", "copies"])
 def test_replicas_of_two_ranks_equal_the_matrices(rank: RankContext, inside: str, peer_copies: bool) -> None:
     tied = "tied" in inside
@@ -208,7 +209,9 @@ def test_replicas_of_two_ranks_equal_the_matrices(rank: RankContext, inside: str
     }
     degrees = {names[part]: 2 for part in inside.split() if part in names} or {"data_parallel_shard": 2}
     config = replace(SMALL, tie_word_embeddings=tied)
-    check_mesh(rank, config, accumulated=2 if inside == "accumulated" else 1, peer_copies=peer_copies, **degrees)
+    parallel = ParallelConfig(expert_dispatch="peer" if "peer" in inside else "auto", expert_capacity=1.0)
+    accumulated = 2 if inside == "accumulated" else 1
+    check_mesh(rank, config, accumulated=accumulated, peer_copies=peer_copies, parallel=parallel, **degrees)
 
 
 def heard_of_others(path: Path, replicas: Sequence[set[int]]) -> dict[tuple[str, tuple[int, ...]], int]:
