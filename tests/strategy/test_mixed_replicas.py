@@ -170,7 +170,7 @@ def check_mesh(
         alone.configure_model()
     mesh = MeshConfig(data_parallel_replicate=num_replicas, **degrees)
     sync = ReplicaMixing(peer_copies=peer_copies)
-    strategy = D9DStrategy(mesh, microbatch_size=2, parallel=parallel or ParallelConfig(), replicate_sync=sync)
+    strategy = D9DStrategy(mesh=mesh, microbatch_size=2, parallel=parallel or ParallelConfig(), replicate_sync=sync)
     module = Grouped(config, steps * accumulated)
     options = {"precision": "64-true", "max_epochs": 1, "gradient_clip_val": CLIP, "use_distributed_sampler": False}
     run = trainer(strategy, rank.world_size, accumulate_grad_batches=accumulated, **options)
@@ -209,7 +209,7 @@ def test_replicas_of_two_ranks_equal_the_matrices(rank: RankContext, inside: str
     }
     degrees = {names[part]: 2 for part in inside.split() if part in names} or {"data_parallel_shard": 2}
     config = replace(SMALL, tie_word_embeddings=tied)
-    parallel = ParallelConfig(expert_dispatch="peer" if "peer" in inside else "auto", expert_capacity=1.0)
+    parallel = ParallelConfig(expert_dispatch="peer", expert_capacity=1.0) if "peer" in inside else None
     accumulated = 2 if inside == "accumulated" else 1
     check_mesh(rank, config, accumulated=accumulated, peer_copies=peer_copies, parallel=parallel, **degrees)
 
