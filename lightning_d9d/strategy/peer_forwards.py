@@ -69,6 +69,7 @@ class PeerForwards:
             result = run()
             if not self._overflowed():
                 return result
+            del result  # with the activations
             self._is_off = True
             self._warn()
             for counter, value in zip(self._counters, counted, strict=True):

@@ -144,11 +144,7 @@ class TrainStep:
         if in_backward is not None:
             scale = scale if weight is not None else LossScale(scale.of_mean, None)
             in_backward.begin(*self._skip_and_factor(weight, is_first))
-        if self.peers is not None:
-            self.peers.begin()
         totals = self._run_schedule(split, scale, is_first, is_last)
-        if self.peers is not None:
-            self.peers.end()
         if is_last:
             self.checks.whole_gradients()
         loss, metrics = self._reduce(totals, plan)
@@ -236,9 +232,13 @@ class TrainStep:
             data_parallel.begin(
                 is_first=is_first, reduces=is_last, splits_backward=self.pipeline.splits_backward(num_microbatches)
             )
+        if self.peers is not None:
+            self.peers.begin()
         with self.module.schedule_running():
             try:
                 totals = self.executor.train(self.pipeline.program(num_microbatches), split, scale, data_parallel)
+                if self.peers is not None:
+                    self.peers.end()
             except BaseException as error:
                 if data_parallel is not None:
                     data_parallel.drop()
