@@ -151,7 +151,8 @@ class AllToAllDispatch:
         counts = torch.stack([to_ranks.counts[:-1], copies])
         most = to_ranks._replace(num_rows=len(x) * min(self.num_ranks, indices.shape[1]))
         make = partial(_rows_to_send, x, indices, weights, most)
-        rows, point = (make(), launched()) if takes_turns() else (None, None)
+        rows = make() if takes_turns() else None
+        point = launched() if rows and rows[1] else None  # of copies that are made later there is no point yet
         give_way()
         with sending_after(point) if takes_turns() else nullcontext():  # the compiler does not enter others
             with sending() if takes_turns() else nullcontext():

@@ -16,6 +16,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -106,8 +107,9 @@ class Turns:
             self._act(FORWARD, forward)
             self._insist(lambda: not self._has_ended.is_set(), self._has_ended.wait)
         _idle.append(thread)
-        self._take_state(FORWARD)
         failure, self._failure = self._failure, None
+        with nullcontext() if failure is None else suppress(RuntimeError):  # of a lost device
+            self._take_state(FORWARD)
         if failure is not None:
             try:
                 raise failure
@@ -134,7 +136,10 @@ class Turns:
             pass
         except BaseException as error:
             self._failure = self._failure or error
-        self._states[side] = self._state()
+        try:
+            self._states[side] = self._state()
+        except BaseException as error:  # of a lost device
+            self._failure = self._failure or error
         self._is_done[side] = True
         if not self._is_done[1 - side]:
             self._pass_to(1 - side)

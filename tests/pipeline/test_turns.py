@@ -106,6 +106,18 @@ def test_a_thread_that_cannot_begin_ends_both() -> None:
     assert notes == ["a0"]
 
 
+def test_a_state_that_cannot_be_read_ends_both() -> None:
+    """A lost device has none, also after the failure that reports it."""
+    notes: list[str] = []
+    turns = Turns(CPU)
+    lost = mock.patch.object(turns, "_state", side_effect=RuntimeError("a lost device"))
+    with lost, pytest.raises(RuntimeError, match="a lost device"):
+        turns.run(in_steps("a", 5, notes), in_steps("b", 5, notes))
+    assert notes == ["a0"]
+    Turns(CPU).run(in_steps("c", 1, notes), in_steps("d", 1, notes))
+    assert notes == ["a0", "c0", "d0"]
+
+
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 def test_a_failure_while_the_other_is_inside_of_autograd(fails: str) -> None:
     x = torch.ones(3, requires_grad=True)
