@@ -200,8 +200,9 @@ class PeerDispatch:
     wait. In the result of `dispatch`, `x` has room for a fixed number of rows; `offsets` say how many are used, and the
     others are arbitrary.
 
-    If tokens do not fit, a flag on the device is set (`PeerExchange.failures`), and results are invalid until
-    `PeerExchange.grow`. If no gradient is recorded, tokens are sent by all-to-all, as with `PeerExchange.is_off`.
+    If tokens do not fit, a flag on the device is set (`PeerExchange.failures`), and results of this and later forwards
+    are invalid until `PeerExchange.grow`. Backwards of earlier forwards stay valid. If no gradient is recorded, tokens
+    are sent by all-to-all, as with `PeerExchange.is_off`.
 
     Both methods, and their backward, are collective, also for ranks without tokens.
 

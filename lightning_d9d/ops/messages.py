@@ -5,8 +5,8 @@ messages have a separate one. A microbatch gives way before its message. When it
 message, which waits only for what the microbatch had launched before. So the message runs beside the computation that
 the other has launched meanwhile. Then the computation stream waits for the message.
 
-Messages of the two alternate on their stream, in the order of the program, so it is the same on all ranks. A message
-that was launched before giving way would be in front of one that first waits for the host.
+While both run, their messages alternate on one stream. Their order follows from the program, so it is the same on all
+ranks. A message that was launched before giving way would be in front of one that first waits for the host.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def takes_turns() -> bool:
 def sending() -> Generator[Sent]:
     """Wrap what launches a message, and let another microbatch run before. Local.
 
-    Inside of another message it changes nothing. After `sending_after` it does not give way.
+    Inside of another message it changes nothing. Inside of `sending_after` it does not give way.
 
     Results may be used after `Sent.wait`, or after the host has waited for an event that was recorded inside. With
     `taking_turns` tensors that are made inside belong to the stream of messages: give them to `Sent.wait`.

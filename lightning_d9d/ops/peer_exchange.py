@@ -5,7 +5,7 @@ these numbers it computes on the device at which row of another rank's memory it
 possible number of rows (`num_rows`), and `offsets` say on the device how many are used. Rows after these are arbitrary.
 
 [Note: overflow] Rows that do not fit are not written, and a bit of `PeerMemory.status` is set on the device. Then all
-results of the batch are invalid, and the caller must compute the batch in another way.
+results of the forward are invalid, and the caller must run it in another way.
 """
 
 from __future__ import annotations

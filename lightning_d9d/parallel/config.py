@@ -46,9 +46,9 @@ class ParallelConfig:
 
     expert_dispatch: ExpertDispatch = "auto"
     """How tokens are sent to experts on other ranks. With "peer" ranks of one host write into each other's memory while
-    a D9DModule is trained. The host then waits once for each forward of a stage, not in each layer. "auto" is "local"
-    if a rank has all experts. Under `D9DStrategy` it is "peer" for GPUs of one host with peer access, if no other
-    setting refuses that and memory suffices. Otherwise it is "all_to_all"."""
+    a D9DModule is trained. The host waits once for each forward of a stage and each batch, and in no layer. The default
+    "auto" is "local" if a rank has all experts. Under `D9DStrategy` it is "peer" for GPUs of one host with peer access,
+    if no other setting refuses that and memory suffices. Otherwise it is "all_to_all"."""
 
     expert_capacity: float = 1.5
     """Room for token copies for a rank's experts with peer dispatch, as a multiple of an even share, at least 1. A

@@ -2,7 +2,7 @@
 
 [Note: which dispatch] On two H200s the whole 30B makes 13,843 tokens/s a GPU with "peer", and 13,168 with all-to-all
 (docs/benchmarks/whole-model.md). So "auto" takes "peer" where all GPUs with a layer's experts can write to each other's
-memory. A plan and a run use this rule.
+memory, unless microbatches overlap (`overlap_pairs`). A plan and a run use this rule.
 """
 
 from __future__ import annotations

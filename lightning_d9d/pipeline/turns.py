@@ -97,16 +97,19 @@ class Turns:
                 backward()
 
         def in_thread() -> None:
-            self._wait(BACKWARD)
-            self._act(BACKWARD, beside)
-            self._has_ended.set()
+            try:
+                self._wait(BACKWARD)
+                self._act(BACKWARD, beside)
+            finally:
+                self._has_ended.set()
 
         thread = _idle.pop() if _idle else _Thread()
         thread.begin(partial(contextvars.copy_context().run, in_thread))
         with taking_turns(self):
             self._act(FORWARD, forward)
             self._insist(lambda: not self._has_ended.is_set(), self._has_ended.wait)
-        _idle.append(thread)
+        if self._is_done[BACKWARD]:
+            _idle.append(thread)
         failure, self._failure = self._failure, None
         with nullcontext() if failure is None else suppress(RuntimeError):  # of a lost device
             self._take_state(FORWARD)

@@ -3,7 +3,8 @@
 [Note: forwards that run again] Only the device of a rank knows how many tokens come to the rank (`PeerDispatch`). So
 after each forward of a stage the host asks whether a rank with this stage had too many. In that case the forward runs
 again by all-to-all. Its results and its loss are those of the second run. Random numbers continue, so dropout draws
-others. Tokens of experts are counted only once. A backward needs no more room than its forward.
+others. `ExpertBalance` counts tokens once; hooks on the forward see both runs. A backward needs no more room than its
+forward.
 
 Later forwards of the batch travel by all-to-all, too: memory grows at the end of the batch, when no backward needs it.
 A recomputation takes the way of its forward.
@@ -47,8 +48,13 @@ class PeerForwards:
         self._exchanges = peer_exchanges(module.indexed_stages.values())
         for exchange in self._exchanges:
             exchange.is_optional, exchange.is_off = is_optional, False
-        self._counters = [part.tokens_per_expert for part in module.modules() if isinstance(part, ExpertBalance)]
+        self._counters = {
+            index: [part.tokens_per_expert for part in stage.modules() if isinstance(part, ExpertBalance)]
+            for index, stage in module.indexed_stages.items()
+        }
         self._device, self._group = device, group
+        self._is_over = False
+        """True if all-to-all has replaced peer dispatch for good on all ranks of the group."""
         self._is_off = False
         self._by_all_to_all: set[tuple[int, int]] = set()
         """Stages and microbatches whose tokens traveled by all-to-all in this batch."""
@@ -64,15 +70,17 @@ class PeerForwards:
         Raises:
             RuntimeError: A rank did not write its tokens in time.
         """
+        if self._is_over:
+            return run()
         if not self._is_off:
-            counted = [counter.clone() for counter in self._counters]
+            counted = [counter.clone() for counter in self._counters[stage]]
             result = run()
             if not self._overflowed():
                 return result
             del result  # with the activations
             self._is_off = True
             self._warn()
-            for counter, value in zip(self._counters, counted, strict=True):
+            for counter, value in zip(self._counters[stage], counted, strict=True):
                 counter.copy_(value)
         self._by_all_to_all.add((stage, microbatch))
         with self.as_forward(stage, microbatch):
@@ -80,7 +88,7 @@ class PeerForwards:
 
     @contextmanager
     def as_forward(self, stage: int, microbatch: int) -> Generator[None]:
-        """Send tokens as in the forward of a microbatch, inside of its backward. Local."""
+        """Send tokens the way of a microbatch's forward inside the block. Local."""
         is_off = (stage, microbatch) in self._by_all_to_all
         for exchange in self._exchanges:
             exchange.is_off = is_off
@@ -94,32 +102,39 @@ class PeerForwards:
         """End a batch; there is more memory if it was needed. Collective over the group; the host waits.
 
         Raises:
-            RuntimeError: A rank did not write its tokens in time.
+            RuntimeError: A rank did not write its tokens in time, or tokens of a backward or a loss had no room.
         """
-        self._flags()
+        if self._is_over:
+            return
+        overflowed = self._overflowed()
+        if overflowed and not self._is_off:
+            raise RuntimeError(
+                "expert_dispatch='peer': tokens had no room outside of a stage's forward, so gradients are wrong. The "
+                "loss has experts, or a recomputation chose others than its forward. Use "
+                "expert_dispatch='all_to_all', or a larger ParallelConfig.expert_capacity"
+            )
         if self._is_off:
             for exchange in self._exchanges:
                 exchange.grow()
 
     def _overflowed(self) -> bool:
-        return bool(self._flags() & OVERFLOW)
-
-    def _flags(self) -> int:
-        """Return the flags of all ranks of the group."""
-        flags = torch.zeros(2, dtype=torch.int32, device=self._device)
+        """Return whether tokens had no room on any rank of the group, and note whether any rank has peers."""
+        flags = torch.zeros(3, dtype=torch.int32, device=self._device)
+        flags[2] = any(not exchange.is_replaced for exchange in self._exchanges)
         for exchange in self._exchanges:
             if (failures := exchange.failures()) is not None:
-                flags = torch.maximum(flags, torch.stack([failures & OVERFLOW, failures & LATE]))
+                flags[:2] = torch.maximum(flags[:2], torch.stack([failures & OVERFLOW, failures & LATE]))
         message = flags.to(device_of_messages(self._group or dist.group.WORLD))
         with waiting():
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
-        overflow, late = message.tolist()
+        overflow, late, has_peers = message.tolist()
+        self._is_over = not has_peers
         if late:
             for exchange in self._exchanges:
                 if (failures := exchange.failures()) is not None:
                     exchange.check(int(failures))
             raise RuntimeError("expert_dispatch='peer': ranks did not receive the tokens of another rank in time")
-        return overflow
+        return bool(overflow)
 
     def _warn(self) -> None:
         if self.num_repeated == 0:

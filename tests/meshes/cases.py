@@ -116,7 +116,7 @@ RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "
 IN_HALVES = ParallelConfig(overlap_experts=True)
 IN_TURNS = ParallelConfig(overlap_pairs=True)
 PEER = ParallelConfig(expert_dispatch="peer", expert_capacity=1.0)
-"""Peer dispatch with so little memory that some batches are computed again."""
+"""Peer dispatch with so little memory that some forwards run again."""
 RING, HEADS = ParallelConfig(context="ring"), ParallelConfig(context="heads")
 TOKENS_8, TOKENS_16 = Data(8), Data(16)
 PACKED = Data(16, packed=True)

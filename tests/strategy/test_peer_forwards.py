@@ -15,6 +15,7 @@ from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig, 
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.modules import BalanceConfig, peer_dispatch
 from lightning_d9d.ops.peer_buffers import PeerPlace
+from lightning_d9d.ops.peer_memory import OVERFLOW
 from lightning_d9d.strategy.fit_memory import FitMemory
 from lightning_d9d.strategy.peer_forwards import PeerForwards
 from tests.harness.compare import assert_tensors_close
@@ -53,11 +54,19 @@ def fit(
     watched = InBackward if options.get("step_in_backward") else Watched
     module, overflows = watched(CONFIG, STEPS * accumulated), []
     module.balance = BALANCE
-    overflowed = PeerForwards._overflowed
+    forward, overflowed, is_forward = PeerForwards.forward, PeerForwards._overflowed, False
 
-    def noted(peers: PeerForwards) -> bool:
-        overflows.append(overflowed(peers) or len(overflows) in forced)
-        return overflows[-1]
+    def noted(peers: PeerForwards, *arguments: Any) -> Any:
+        nonlocal is_forward, overflows
+        asks, before = not (peers._is_off or peers._is_over), peers.num_repeated
+        is_forward = True
+        result = forward(peers, *arguments)
+        is_forward = False
+        overflows += [peers.num_repeated > before] if asks else []
+        return result
+
+    def forced_or_real(peers: PeerForwards) -> bool:
+        return overflowed(peers) or (is_forward and len(overflows) in forced)
 
     strategy_options = {"mesh": MESH, "parallel": parallel} | {
         name: options.pop(name) for name in ("step_in_backward", "schedule", "num_microbatches") if name in options
@@ -71,7 +80,8 @@ def fit(
         **{"gradient_clip_val": 1.0, "max_epochs": 1, **options},
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(PeerForwards, "_overflowed", noted)
+        monkeypatch.setattr(PeerForwards, "forward", noted)
+        monkeypatch.setattr(PeerForwards, "_overflowed", forced_or_real)
         run.fit(module)
     results = {name: buffer.clone() for name, buffer in module.named_buffers() if name.endswith("bias")}
     for step in range(STEPS):
@@ -158,6 +168,25 @@ def test_backwards_go_the_way_of_their_forwards(rank: RankContext, recompute: An
 
 
 @pytest.mark.ranks(2)
+def test_tokens_of_a_loss_without_room_end_the_fit(rank: RankContext) -> None:
+    """Nothing can run again after the forward, so no rank takes the step."""
+
+    class InLoss(Watched):
+        def microbatch_loss(self, output: Any, microbatch: Any) -> Any:
+            for exchange in peer_dispatch.peer_exchanges(self.indexed_stages.values()):
+                assert exchange.memory is not None
+                exchange.memory.state[1] |= OVERFLOW * (self.global_rank == 1)
+            return super().microbatch_loss(output, microbatch)
+
+    strategy = D9DStrategy(mesh=MESH, parallel=ParallelConfig(expert_dispatch="peer", expert_capacity=4.0))
+    module = InLoss(CONFIG, 1)
+    options = {"precision": "64-true", "use_distributed_sampler": False, "max_epochs": 1}
+    with pytest.raises(RuntimeError, match="tokens had no room outside of a stage's forward"):
+        trainer(strategy, 2, rank.device.type, **options).fit(module)
+    assert module.seen.norms == []
+
+
+@pytest.mark.ranks(2)
 def test_auto_takes_all_to_all_on_the_cpu(rank: RankContext) -> None:
     with heard() as lines:
         _, overflows = fit(rank, ParallelConfig(expert_capacity=2.0))
@@ -172,7 +201,7 @@ def test_auto_takes_all_to_all_for_good_where_the_load_is_too_uneven(rank: RankC
     with heard() as lines, on_devices_that_reach_each_other(rank), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(peer_dispatch, "_MOST_GROWTH", 0.5)
         actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0))
-    assert overflows == [True] + [False] * (STEPS - 1)
+    assert overflows == [True, False]  # with the second batch no rank has peers, and nobody asks any more
     said = "expert_dispatch='auto' takes all_to_all from now on: experts of a rank had"
     assert sum(said in line for line in lines) == (rank.rank == 0)
     assert_tensors_close(actual, expected)
