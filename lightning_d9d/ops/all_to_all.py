@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.ops.collectives import group_named
-from lightning_d9d.ops.messages import Sent, sending, takes_turns
+from lightning_d9d.ops.messages import sending
 from lightning_d9d.ops.moe_permute import Permutation
 from lightning_d9d.ops.operator import define
 
@@ -100,7 +99,7 @@ def _keep_copies(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 def _copies_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     sent: list[Tensor | None] = [None, None]
-    with sending() if takes_turns() else nullcontext(Sent()) as message:  # the compiler does not enter others
+    with sending() as message:
         for index, gradient in enumerate(gradients):
             if ctx.needs_input_grad[index]:
                 sent[index] = all_to_all_rows(gradient, ctx.sent, ctx.received, ctx.group_name)

@@ -83,12 +83,20 @@ class DataParallel(Protocol):
 class ForwardsAgain(Protocol):
     """Runs forwards of stages, some of them twice."""
 
+    def begin(self) -> None:
+        """Begin a batch. Local."""
+        ...
+
     def forward(self, stage: int, microbatch: int, run: Callable[[], Any]) -> Any:
         """Return the result of a forward. Collective over the ranks that hold the same stages."""
         ...
 
     def as_forward(self, stage: int, microbatch: int) -> AbstractContextManager:
         """Open a context around a backward, whose recomputations repeat what its forward did last."""
+        ...
+
+    def end(self) -> None:
+        """End a batch, after all backwards. Collective over the ranks that hold the same stages."""
         ...
 
 
@@ -185,7 +193,11 @@ class Executor:
             The totals, on the rank of the last stage; empty on others.
         """
         run = _Run(self, batch, scale=scale, data_parallel=data_parallel)
+        if self.again is not None:
+            self.again.begin()
         self._run(actions, run)
+        if self.again is not None:
+            self.again.end()
         return run.totals
 
     @torch.no_grad()

@@ -42,7 +42,10 @@ class _Stopped(BaseException):
 
 
 class _Thread:
-    """Runs one function after the other."""
+    """Runs one function after the other.
+
+    It is a daemon, unlike the threads of `concurrent.futures`: a process ends also if an exception left it waiting.
+    """
 
     def __init__(self) -> None:
         self._functions: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -277,9 +277,12 @@ class TrainingParts:
             check_step_in_backward, module, optimizers, self.precision, offloads=offloads, skips=skips
         )
         memory = self._memory(module, optimizers, gradients, check_in_backward=check, keeps_gathered=keeps)
-        peers = self._peers(module)
         executor = module.pipeline.executor(
-            module, stages, self.precision.forward_context, overlaps_pairs=self.parallel.overlap_pairs, again=peers
+            module,
+            stages,
+            self.precision.forward_context,
+            overlaps_pairs=self.parallel.overlap_pairs,
+            again=self._peers(module),
         )
         train_step = TrainStep(
             module,
@@ -290,7 +293,6 @@ class TrainingParts:
             self.evaluation.sequences,
             memory,
             in_backward,
-            peers,
         )
         progress = None if self.ranks.device.type == "cpu" else LateProgress(self.patches, module.trainer)
         training = StagedTraining(train_step, progress, skips_nonfinite=skips, check_in_backward=check)

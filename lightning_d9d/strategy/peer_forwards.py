@@ -55,13 +55,11 @@ class PeerForwards:
         self._device, self._group = device, group
         self._is_over = False
         """True if all-to-all has replaced peer dispatch for good on all ranks of the group."""
-        self._is_off = False
         self._by_all_to_all: set[tuple[int, int]] = set()
-        """Stages and microbatches whose tokens traveled by all-to-all in this batch."""
+        """Stages and microbatches whose tokens traveled by all-to-all: those of this batch since the first overflow."""
 
     def begin(self) -> None:
         """Begin a batch. Local."""
-        self._is_off = False
         self._by_all_to_all.clear()
 
     def forward(self, stage: int, microbatch: int, run: Callable[[], T]) -> T:
@@ -72,13 +70,12 @@ class PeerForwards:
         """
         if self._is_over:
             return run()
-        if not self._is_off:
+        if not self._by_all_to_all:
             counted = [counter.clone() for counter in self._counters[stage]]
             result = run()
             if not self._overflowed():
                 return result
             del result  # with the activations
-            self._is_off = True
             self._warn()
             for counter, value in zip(self._counters[stage], counted, strict=True):
                 counter.copy_(value)
@@ -106,14 +103,13 @@ class PeerForwards:
         """
         if self._is_over:
             return
-        overflowed = self._overflowed()
-        if overflowed and not self._is_off:
+        if self._overflowed() and not self._by_all_to_all:
             raise RuntimeError(
                 "expert_dispatch='peer': tokens had no room outside of a stage's forward, so gradients are wrong. The "
                 "loss has experts, or a recomputation chose others than its forward. Use "
                 "expert_dispatch='all_to_all', or a larger ParallelConfig.expert_capacity"
             )
-        if self._is_off:
+        if self._by_all_to_all:
             for exchange in self._exchanges:
                 exchange.grow()
 

@@ -129,12 +129,7 @@ class Staging:
         rank_zero_info(printable(f"resuming with the schedule of the checkpoint:\n{saved}"))
         return self._take(self.schedule, saved, pipeline.mesh, pipeline.device)
 
-    def choose_dispatch(
-        self,
-        module: L.LightningModule,
-        ranks: JobRanks,
-        parallel: ParallelConfig,
-    ) -> None:
+    def choose_dispatch(self, module: L.LightningModule, ranks: JobRanks, parallel: ParallelConfig) -> None:
         """Choose for `expert_dispatch="auto"` how tokens reach experts on other ranks, and log it. Collective.
 
         Args:
@@ -147,9 +142,8 @@ class Staging:
         if ranks.mesh_of_several is None or not is_free or ranks.size(Axis.EP_SHARD) == 1:
             return
         trainer: Any = module.trainer
-        refused = refusal(parallel)
         group = ranks.mesh.group(Axis.EP_SHARD, lane="moe")
-        self.dispatch = agreed_dispatch(group, place_of(ranks.device), refused)
+        self.dispatch = agreed_dispatch(group, place_of(ranks.device), refusal(parallel))
         if trainer.state.fn == TrainerFn.FITTING:
             say(trainer, str(self.dispatch))
 

@@ -51,7 +51,6 @@ from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.loss_scale import LossScaling
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
-from lightning_d9d.strategy.peer_forwards import PeerForwards
 from lightning_d9d.strategy.reports import Reports
 from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.step_checks import StepChecks
@@ -73,7 +72,6 @@ class TrainStep:
         sequences: Checks in the first batch that stages support parts of sequences.
         memory: Checks that the first batch fits into memory.
         in_backward: Updates parameters inside `run`; None leaves all to `step`. See [Note: step in backward].
-        peers: Runs forwards again whose tokens did not fit into the memory of other ranks; None if there are none.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class TrainStep:
         sequences: SequenceCheck,
         memory: FitMemory,
         in_backward: StepInBackward | None = None,
-        peers: PeerForwards | None = None,
     ) -> None:
         self.module = module
         self.executor = executor
@@ -99,7 +96,6 @@ class TrainStep:
         self.group = self.pipeline.token_group
         """Ranks over which tokens are split; None for one process."""
         self.in_backward = in_backward
-        self.peers = peers
         divides_means = in_backward is not None
         self.scaling = LossScaling(module, self.group, divides_means=divides_means)
         num_ranks = 1 if self.group is None or divides_means else dist.get_world_size(self.group)
@@ -232,13 +228,9 @@ class TrainStep:
             data_parallel.begin(
                 is_first=is_first, reduces=is_last, splits_backward=self.pipeline.splits_backward(num_microbatches)
             )
-        if self.peers is not None:
-            self.peers.begin()
         with self.module.schedule_running():
             try:
                 totals = self.executor.train(self.pipeline.program(num_microbatches), split, scale, data_parallel)
-                if self.peers is not None:
-                    self.peers.end()
             except BaseException as error:
                 if data_parallel is not None:
                     data_parallel.drop()
