@@ -110,7 +110,6 @@ class PeerExchange:
         needed: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(needed, (tokens, copies), group=group_named(self.group_name))
         tokens, copies = (max(each) for each in zip(*needed, strict=True))
-        copies = math.ceil(copies * max(1.0, tokens / layout.num_rows))  # of tokens that did not come none was counted
         num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * SPARE_ROOM)
         num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * SPARE_ROOM)
         if self.is_optional and copies > _MOST_GROWTH * self._first_rows:
@@ -233,11 +232,11 @@ class PeerDispatch:
         triton = runs_triton(x, weights)
         ranks = without_repetitions(indices // num_local, self.num_ranks).int()
         to_ranks = sort_by_expert(ranks, self.num_ranks + 1)
-        table = share_counts(to_ranks.counts[:-1], exchange.name, triton)
+        to_experts = sort_by_expert(indices, self.num_experts)
+        shared = (exchange.num_rows, exchange.name, triton)
+        table, shifts, offsets = share_counts(to_ranks.counts[:-1], to_experts, *shared)
         plan = PeerPlan(to_ranks.places, ranks, table)
-        rows, of_rows, places, offsets = peer_dispatch(
-            x, weights, indices, plan, exchange.num_rows, exchange.name, triton
-        )
+        rows, of_rows, places = peer_dispatch(x, weights, indices, to_experts.places, shifts, plan, *shared)
         copies = Permutation(places, offsets.diff(prepend=offsets.new_zeros(1)), offsets, exchange.num_rows)
         return DispatchedTokens(rows, of_rows, offsets, copies, plan)
 

@@ -1,8 +1,9 @@
 """Sends tokens to experts on other ranks and back by writing into the memory of these ranks, without the host.
 
-[Note: sizes on the device] Every rank learns how many tokens each rank sends to each other rank (`share_counts`). From
-these numbers it computes on the device at which row of another rank's memory its tokens begin. Tensors have the largest
-possible number of rows (`num_rows`), and `offsets` say on the device how many are used. Rows after these are arbitrary.
+[Note: sizes on the device] Every rank learns how many tokens each rank sends to each other rank, and how many copies to
+each expert (`share_counts`). From these numbers it computes on the device at which row of another rank's memory its
+tokens begin, and which rows their copies have there. Tensors have the largest possible number of rows (`num_rows`), and
+`offsets` say on the device how many are used. Rows after these are arbitrary.
 
 [Note: overflow] Rows that do not fit are not written, and a bit of `PeerMemory.status` is set on the device. Then all
 results of the forward are invalid, and the caller must run it in another way.
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_d9d.ops.moe_permute import gathered, sort_by_expert, summed
+from lightning_d9d.ops.moe_permute import Permutation, gathered, summed
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory, peer_memory
 from lightning_d9d.ops.peer_words import have_reached
@@ -39,34 +40,75 @@ class PeerPlan(NamedTuple):
     its place. The third is one past the last row received from there."""
 
 
-def share_counts(counts: Tensor, memory: str, triton: bool) -> Tensor:
-    """Return `PeerPlan.table` from the numbers of tokens sent to each rank, int32 `[num_ranks]`. Collective."""
-    return _counts_op(counts, memory, triton)
+class Notes(NamedTuple):
+    """The weights of tokens' copies, and what their places among the rows of an expert's rank follow from."""
+
+    weights: Tensor
+    """Shape `[tokens, top_k]`."""
+
+    experts: Tensor
+    """Their numbers among the experts of all ranks, shape `[tokens, top_k]`."""
+
+    numbers: Tensor
+    """The place of each copy among this rank's, sorted by the experts of all ranks, int32 `[tokens, top_k]`."""
+
+    shifts: Tensor
+    """The number that is added to it, for each expert, to get the row on the expert's rank, int32."""
+
+    of_rows: Tensor
+    """The weights of the rows of this rank's experts, `[num_rows]`, which are written."""
+
+
+def share_counts(
+    sent: Tensor, copies: Permutation, num_rows: int, memory: str, triton: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tell all ranks how many tokens go to each rank, and how many copies to each expert. Collective.
+
+    Args:
+        sent: The numbers of tokens, int32 `[num_ranks]`.
+        copies: The permutation of this rank's copies, sorted by the experts of all ranks.
+        num_rows: The number of copies that each rank has memory for.
+        memory: The name of a `PeerMemory`.
+        triton: Whether to use kernels.
+
+    Returns:
+        `PeerPlan.table`, `Notes.shifts`, and one past the last row of each of this rank's experts, int32.
+    """
+    return _counts_op(sent, copies.counts, copies.offsets, num_rows, memory, triton)
 
 
 def peer_dispatch(
-    x: Tensor, weights: Tensor, experts: Tensor, plan: PeerPlan, num_rows: int, memory: str, triton: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    numbers: Tensor,
+    shifts: Tensor,
+    plan: PeerPlan,
+    num_rows: int,
+    memory: str,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Write each token into the memory of the ranks with its experts, and copy it there for each expert. Collective.
 
     It is differentiable once, in `x` and `weights`; the backward is collective, too.
 
     Args:
         x: Shape `[tokens, hidden]`, at most `row_bytes` of the memory's layout a row.
-        weights: Shape `[tokens, top_k]`.
-        experts: Their numbers among the experts of all ranks, shape `[tokens, top_k]`.
+        weights: As `Notes.weights`.
+        experts: As `Notes.experts`.
+        numbers: As `Notes.numbers`.
+        shifts: As `Notes.shifts`.
         plan: The destinations of tokens.
-        num_rows: The number of copies that this rank has memory for.
-        memory: The name of a `PeerMemory`.
-        triton: Whether to use kernels.
+        num_rows: As for `share_counts`.
+        memory: As for `share_counts`.
+        triton: As for `share_counts`.
 
     Returns:
-        Four tensors. Copies are sorted by this rank's experts and, within an expert, by rank and token:
+        Three tensors. Copies are sorted by this rank's experts and, within an expert, by rank and token:
         `[num_rows, hidden]`. Their weights are `[num_rows]`. The places of the copies of each received token are
-        `[layout.num_rows, top_k]`, with `num_rows` if there is none. The last result has one past the last row of each
-        of this rank's experts, int32.
+        `[layout.num_rows, top_k]`, with `num_rows` if there is none.
     """
-    return _dispatch_op(x, weights, experts, *plan, num_rows, memory, triton)
+    return _dispatch_op(x, weights, experts, numbers, shifts, *plan, num_rows, memory, triton)
 
 
 def peer_combine(results: Tensor, copies: Tensor, plan: PeerPlan, memory: str, triton: bool) -> Tensor:
@@ -90,20 +132,33 @@ def peer_combine(results: Tensor, copies: Tensor, plan: PeerPlan, memory: str, t
 # In plain torch: the same writes and waits, on the memory of the host
 
 
-def _share_counts_reference(memory: PeerMemory, counts: Tensor, plan: Tensor) -> None:
+def _share_counts_reference(
+    memory: PeerMemory,
+    sent: Tensor,
+    counts: Tensor,
+    ends: Tensor,
+    num_rows: int,
+    table: Tensor,
+    shifts: Tensor,
+    offsets: Tensor,
+) -> None:
     layout, rank = memory.layout, memory.rank
-    n, state = layout.num_ranks, memory.state
-    at = layout.counts_at + ((int(state[0]) + 1) & 1) * 4 * n * n
+    n, state, local = layout.num_ranks, memory.state, slice(rank * layout.num_local, (rank + 1) * layout.num_local)
+    at = layout.counts_at + ((int(state[0]) + 1) & 1) * layout.counts_bytes
     for other in range(n):
-        memory.view(other, at, torch.int32, n, n)[rank] = counts
+        memory.view(other, at, torch.int32, n, n + len(counts))[rank] = torch.cat([sent, counts])
     _meet_reference(memory)
-    sent = memory.view(rank, at, torch.int32, n, n)
-    arrived, departed = sent.cumsum(0) - sent, sent.cumsum(1) - sent
-    ends = (arrived + sent)[:, rank].clamp(max=layout.num_rows)
-    plan.copy_(torch.stack([(arrived - departed)[rank], (departed - arrived)[:, rank], ends]))
-    most = max(int(sent.sum(0).max()), int(sent.sum(1).max()))
-    state[2] = max(int(state[2]), most)
-    if most > layout.num_rows:
+    tokens, copies = memory.view(rank, at, torch.int32, n, n + len(counts)).split([n, len(counts)], dim=1)
+    arrived, departed = tokens.cumsum(0) - tokens, tokens.cumsum(1) - tokens
+    last = (arrived + tokens)[:, rank].clamp(max=layout.num_rows)
+    table.copy_(torch.stack([(arrived - departed)[rank], (departed - arrived)[:, rank], last]))
+    total = copies.sum(0)
+    end = total.view(n, -1).cumsum(1).flatten()
+    shifts.copy_(end - total + copies[:rank].sum(0) - (ends - counts))
+    offsets.copy_(end[local].clamp(max=num_rows))
+    most, most_copies = max(int(tokens.sum(0).max()), int(tokens.sum(1).max())), int(end[local].max())
+    state[2], state[3] = max(int(state[2]), most), max(int(state[3]), most_copies)
+    if most > layout.num_rows or most_copies > num_rows:
         state[1] |= OVERFLOW
 
 
@@ -121,7 +176,7 @@ def _region_views(memory: PeerMemory, rank: int, like: Tensor, wide: torch.dtype
     layout, at = memory.layout, memory.region(turn)
     rows = memory.view(rank, at, like.dtype, layout.num_rows, like.shape[1])
     weights = memory.view(rank, at + layout.weights_at, wide, layout.num_rows, layout.top_k)
-    return rows, weights, memory.view(rank, at + layout.experts_at, torch.int32, layout.num_rows, layout.top_k)
+    return rows, weights, memory.view(rank, at + layout.copies_at, torch.int32, layout.num_rows, layout.top_k)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -133,53 +188,53 @@ def _push_reference(
     x: Tensor,
     places: Tensor,
     ranks: Tensor,
-    plan: Tensor,
-    weights: Tensor | None,
-    experts: Tensor | None,
+    table: Tensor,
+    copies: Tensor,
+    rows: Tensor,
+    notes: Notes | None,
 ) -> None:
-    turn = int(memory.state[0]) + 1
-    for rank in range(memory.layout.num_ranks):
-        rows = places + plan[0, rank]
-        tokens, ks = ((ranks == rank) & (rows < memory.layout.num_rows)).nonzero(as_tuple=True)
-        rows = rows[tokens, ks].long()
-        wide = torch.float32 if weights is None else _wide(weights.dtype)
-        to_rows, to_weights, to_experts = _region_views(memory, rank, x, wide, turn)
-        to_rows[rows] = x[tokens]
-        if weights is not None and experts is not None:
-            to_weights[rows], to_experts[rows] = weights[tokens].to(wide), experts[tokens].int()
+    layout, turn = memory.layout, int(memory.state[0]) + 1
+    for rank in range(layout.num_ranks):
+        targets = places + table[0, rank]
+        tokens, ks = ((ranks == rank) & (targets < layout.num_rows)).nonzero(as_tuple=True)
+        targets = targets[tokens, ks].long()
+        wide = torch.float32 if notes is None else _wide(notes.weights.dtype)
+        to_rows, to_weights, to_copies = _region_views(memory, rank, x, wide, turn)
+        to_rows[targets] = x[tokens]
+        if notes is not None:
+            is_there = notes.experts[tokens] // layout.num_local == rank
+            there = (notes.numbers + notes.shifts[notes.experts])[tokens].clamp(max=len(rows))
+            to_weights[targets], to_copies[targets] = (
+                notes.weights[tokens].to(wide),
+                torch.where(is_there, there, len(rows)),
+            )
+        if rank == memory.rank:
+            _spread(memory, targets, turn, copies, rows, None if notes is None else notes.of_rows)
 
 
-def _take_notes_reference(
-    memory: PeerMemory, plan: Tensor, first_expert: int, weights: Tensor, experts: Tensor
+def _spread(
+    memory: PeerMemory, sources: Tensor, turn: int, copies: Tensor, rows: Tensor, of_rows: Tensor | None
 ) -> None:
-    num_local = memory.layout.num_local
-    like = weights.new_empty(0, 0)
-    _, from_weights, from_experts = _region_views(memory, memory.rank, like, weights.dtype, int(memory.state[0]))
-    is_row = torch.arange(len(weights), device=plan.device).unsqueeze(1) < plan[2, -1]
-    own = from_experts - first_expert
-    weights.copy_(torch.where(is_row, from_weights, 0.0))
-    experts.copy_(torch.where(is_row & (own >= 0) & (own < num_local), own, num_local))
+    """Copy received rows for this rank's experts, and with `of_rows` their weights and the places of copies."""
+    wide = torch.float32 if of_rows is None else _wide(of_rows.dtype)
+    region, weights, places = _region_views(memory, memory.rank, rows, wide, turn)
+    if of_rows is not None:
+        copies[sources] = places[sources]
+    tokens, ks = (copies[sources] < len(rows)).nonzero(as_tuple=True)
+    tokens = sources[tokens]
+    targets = copies[tokens, ks].long()
+    rows[targets] = region[tokens]
+    if of_rows is not None:
+        of_rows[targets] = weights[tokens, ks].to(of_rows.dtype)
 
 
-def _limit_places_reference(
-    memory: PeerMemory, experts: Tensor, places: Tensor, offsets: Tensor, num_rows: int
-) -> None:
-    most = int(offsets.max()) if len(offsets) else 0
-    memory.state[3] = max(int(memory.state[3]), most)
-    if most > num_rows:
-        memory.state[1] |= OVERFLOW
-    places.masked_fill_(experts >= memory.layout.num_local, num_rows).clamp_(max=num_rows)
-    offsets.clamp_(max=num_rows)
-
-
-def _take_reference(
-    memory: PeerMemory, plan: Tensor, places: Tensor, rows: Tensor, weights: Tensor | None, of_rows: Tensor | None
-) -> None:
-    region, _, _ = _region_views(memory, memory.rank, rows, torch.float32, int(memory.state[0]))
-    sources, ks = (places < len(rows)).nonzero(as_tuple=True)
-    rows[places[sources, ks].long()] = region[sources]
-    if weights is not None and of_rows is not None:
-        of_rows[places[sources, ks].long()] = weights[sources, ks].to(of_rows.dtype)
+def _take_reference(memory: PeerMemory, table: Tensor, copies: Tensor, rows: Tensor, of_rows: Tensor | None) -> None:
+    if of_rows is not None:
+        copies[int(table[2, -1]) :] = len(rows)
+    sources = torch.arange(int(table[2, -1]), device=table.device)
+    begin, end = [0, *table[2].tolist()][memory.rank : memory.rank + 2]
+    sources = sources[(sources < begin) | (sources >= end)]
+    _spread(memory, sources, int(memory.state[0]), copies, rows, of_rows)
 
 
 def _push_sums_reference(
@@ -218,8 +273,6 @@ class _Reference:
     share_counts = staticmethod(_share_counts_reference)
     meet = staticmethod(_meet_reference)
     push = staticmethod(_push_reference)
-    take_notes = staticmethod(_take_notes_reference)
-    limit_places = staticmethod(_limit_places_reference)
     take = staticmethod(_take_reference)
     push_sums = staticmethod(_push_sums_reference)
     take_sums = staticmethod(_take_sums_reference)
@@ -236,34 +289,40 @@ def _functions(triton: bool) -> type[_Reference] | ModuleType:
 # The operators
 
 
-def _new_table(counts: Tensor, memory: str, triton: bool) -> Tensor:
-    return counts.new_empty(3, counts.shape[0])
+def _new_counts(
+    sent: Tensor, counts: Tensor, ends: Tensor, num_rows: int, memory: str, triton: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_ranks, num_experts = sent.shape[0], counts.shape[0]
+    return sent.new_empty(3, num_ranks), counts.new_empty(num_experts), counts.new_empty(num_experts // num_ranks)
 
 
-def _share_counts(counts: Tensor, memory: str, triton: bool) -> Tensor:
-    table = _new_table(counts, memory, triton)
+def _share_counts(
+    sent: Tensor, counts: Tensor, ends: Tensor, num_rows: int, memory: str, triton: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = _new_counts(sent, counts, ends, num_rows, memory, triton)
     with waiting():
-        _functions(triton).share_counts(peer_memory(memory), counts.contiguous(), table)
-    return table
+        _functions(triton).share_counts(peer_memory(memory), sent.contiguous(), counts, ends, num_rows, *made)
+    return made
 
 
 def _new_copies(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
+    numbers: Tensor,
+    shifts: Tensor,
     places: Tensor,
     ranks: Tensor,
     table: Tensor,
     num_rows: int,
     memory: str,
     triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     layout = peer_memory(memory).layout
     return (
         x.new_empty(num_rows, x.shape[1]),
         weights.new_empty(num_rows),
         places.new_empty(layout.num_rows, layout.top_k),
-        places.new_empty(layout.num_local),
     )
 
 
@@ -271,31 +330,28 @@ def _dispatch(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
+    numbers: Tensor,
+    shifts: Tensor,
     places: Tensor,
     ranks: Tensor,
     table: Tensor,
     num_rows: int,
     memory: str,
     triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = _new_copies(x, weights, experts, numbers, shifts, places, ranks, table, num_rows, memory, triton)
+    rows, of_rows, copies = made
     peers, functions = peer_memory(memory), _functions(triton)
-    layout, x = peers.layout, x.contiguous()
+    notes = Notes(weights.contiguous(), experts.contiguous(), numbers, shifts, of_rows)
     with waiting():
-        functions.push(peers, x, places, ranks, table, weights.contiguous(), experts.contiguous())
+        functions.push(peers, x.contiguous(), places, ranks, table, copies, rows, notes)
         functions.meet(peers)
-    own = weights.new_empty(layout.num_rows, layout.top_k, dtype=_wide(weights.dtype))
-    own_experts = places.new_empty(own.shape)
-    functions.take_notes(peers, table, peers.rank * layout.num_local, own, own_experts)
-    copies = sort_by_expert(own_experts, layout.num_local + 1)
-    of_tokens, offsets = copies.places, copies.offsets[:-1].clone()
-    functions.limit_places(peers, own_experts, of_tokens, offsets, num_rows)
-    rows, of_rows = x.new_empty(num_rows, x.shape[1]), weights.new_empty(num_rows)
-    functions.take(peers, table, of_tokens, rows, own, of_rows)
-    return rows, of_rows, of_tokens, offsets
+    functions.take(peers, table, copies, rows, of_rows)
+    return made
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weights, _, places, ranks, table, _, ctx.memory, ctx.triton = inputs
+    _, weights, *_, places, ranks, table, _, ctx.memory, ctx.triton = inputs
     # Not saved in autograd's way; see `_setup_context` of `moe_permute`.
     ctx.plan, ctx.copies, ctx.dtype = (places, ranks, table), output[2], weights.dtype
 
@@ -303,7 +359,7 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _dispatch_backward(ctx: Any, of_rows: Tensor, of_weights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     gradients = _return_op(of_rows, of_weights, ctx.copies, *ctx.plan, ctx.memory, ctx.triton)
     x, weights = (each if needs else None for each, needs in zip(gradients, ctx.needs_input_grad, strict=False))
-    return x, weights, *[None] * 7
+    return x, weights, *[None] * 9
 
 
 def _new_sums(
@@ -380,18 +436,23 @@ def _send(
     rows = _new_gradients(x, copies, places, ranks, table, num_rows, memory, triton)
     peers, functions = peer_memory(memory), _functions(triton)
     with waiting():
-        functions.push(peers, x.contiguous(), places, ranks, table, None, None)
+        functions.push(peers, x.contiguous(), places, ranks, table, copies, rows, None)
         functions.meet(peers)
-    functions.take(peers, table, copies, rows, None, None)
+    functions.take(peers, table, copies, rows, None)
     return rows
 
 
 _PLAN = "Tensor places, Tensor ranks, Tensor table"
-_counts_op = define("peer_counts", "(Tensor counts, str memory, bool triton) -> Tensor", _share_counts, _new_table)
+_counts_op = define(
+    "peer_counts",
+    "(Tensor sent, Tensor counts, Tensor ends, int num_rows, str memory, bool triton) -> (Tensor, Tensor, Tensor)",
+    _share_counts,
+    _new_counts,
+)
 _dispatch_op = define(
     "peer_dispatch",
-    f"(Tensor x, Tensor weights, Tensor experts, {_PLAN}, int num_rows, str memory, bool triton) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor x, Tensor weights, Tensor experts, Tensor numbers, Tensor shifts, {_PLAN}, int num_rows, str memory, "
+    "bool triton) -> (Tensor, Tensor, Tensor)",
     _dispatch,
     _new_copies,
     setup_context=_keep_dispatch,

@@ -41,13 +41,18 @@ class PeerLayout(NamedTuple):
 
     @property
     def counts_at(self) -> int:
-        """The offset of two tables with the numbers of tokens that each rank sends to each rank."""
+        """The offset of two tables with what each rank sends: tokens to each rank, and copies to each expert."""
         return aligned(4 * self.num_ranks)
+
+    @property
+    def counts_bytes(self) -> int:
+        """The length of a table."""
+        return aligned(4 * self.num_ranks**2 * (1 + self.num_local))
 
     @property
     def regions_at(self) -> int:
         """The offset of the first of two regions."""
-        return self.counts_at + aligned(8 * self.num_ranks**2)
+        return self.counts_at + 2 * self.counts_bytes
 
     @property
     def weights_at(self) -> int:
@@ -55,14 +60,14 @@ class PeerLayout(NamedTuple):
         return aligned(self.num_rows * self.row_bytes)
 
     @property
-    def experts_at(self) -> int:
-        """The offset of the numbers of each row's experts."""
+    def copies_at(self) -> int:
+        """The offset of the places of each row's copies."""
         return self.weights_at + aligned(self.num_rows * self.top_k * _WEIGHT_BYTES)
 
     @property
     def region_bytes(self) -> int:
         """The length of a region."""
-        return self.experts_at + aligned(self.num_rows * self.top_k * 4)
+        return self.copies_at + aligned(self.num_rows * self.top_k * 4)
 
     @property
     def num_bytes(self) -> int:

@@ -95,45 +95,49 @@ def parts(contenders: Mapping[str, Contender], device: torch.device) -> dict[str
     memory = dispatch.exchange.memory
     assert memory is not None
     layout, x, k = memory.layout, contender.x.detach(), contender.indices.shape[1]
+    num_ranks, rank = layout.num_ranks, memory.rank
     tokens = dispatch.dispatch(contender.x, contender.indices, contender.weights)
     assert isinstance(tokens.exchange, PeerPlan)
     places, ranks, table = tokens.exchange
     rows, copies = tokens.x.detach(), tokens.copies.places
-    other = (memory.rank + 1) % layout.num_ranks
-    crossing = int((ranks < layout.num_ranks).sum() - (ranks == memory.rank).sum())
-    crossing_bytes = crossing * x.shape[1] * x.element_size()
-    target = memory.buffers[other][layout.regions_at : layout.regions_at + crossing_bytes]
-    source = torch.zeros(crossing_bytes, dtype=torch.uint8, device=device)
-    sums, num_copies = torch.empty_like(x), int(tokens.offsets[-1])
-    moved = (num_copies + int(table[2, -1])) * x.shape[1] * x.element_size()
+    other = (rank + 1) % num_ranks
+    row_bytes = x.shape[1] * x.element_size()
+    begin, end = [0, *table[2].tolist()][rank : rank + 2]
+    come = copies.clone()
+    come[begin:end] = len(rows)
+    moved = int((come < len(rows)).sum() + table[2, -1] - (end - begin)) * row_bytes
+    crossing = int((ranks < num_ranks).sum() - (ranks == rank).sum())
+    target = memory.buffers[other][layout.regions_at : layout.regions_at + crossing * row_bytes]
+    source = torch.zeros(len(target), dtype=torch.uint8, device=device)
     here, there = (torch.zeros(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
-    plain = contenders[PEER]
+    sums, plain = torch.empty_like(x), contenders[PEER]
     assert isinstance(plain, Exchanges)
-    own = ranks.masked_fill(ranks == memory.rank, layout.num_ranks)  # what stays here does not cross
-    weights, experts = contender.weights.detach(), contender.indices
+    leaving, staying = (ranks.masked_fill(mask, num_ranks) for mask in (ranks == rank, ranks != rank))
     measured = {
         "peer copy": lambda: target.copy_(source),
-        "push, crossing alone": lambda: kernels.push(memory, x, places, own, table, weights, experts),
-        "push": lambda: kernels.push(memory, x, places, ranks, table, weights, experts),
-        "push sums": lambda: kernels.push_sums(memory, rows, copies, table, None),
+        "push, to others": lambda: kernels.push(memory, x, places, leaving, table, copies, rows, None),
+        "push, of own tokens": lambda: kernels.push(memory, x, places, staying, table, copies, rows, None),
+        "push": lambda: kernels.push(memory, x, places, ranks, table, copies, rows, None),
         "device copy": lambda: there.copy_(here),
-        "take": lambda: kernels.take(memory, table, copies, rows, None, None),
+        "take": lambda: kernels.take(memory, table, copies, rows, None),
+        "push sums": lambda: kernels.push_sums(memory, rows, copies, table, None),
         "take sums": lambda: kernels.take_sums(memory, places, ranks, sums, None),
-        "sort": lambda: sort_by_expert(ranks, layout.num_ranks + 1),
+        "sort by rank": lambda: sort_by_expert(ranks, num_ranks + 1),
+        "sort by expert": lambda: sort_by_expert(contender.indices, dispatch.num_experts),
         "meet": lambda: kernels.meet(memory),
         "peer forward": lambda: _forward(contender),
         "all_to_all forward": lambda: _forward(plain),
     }
     times = _times(measured, device)
-    link, copy = times["peer copy"] / times["push, crossing alone"], times["device copy"] / times["take"]
+    link, copy = times["peer copy"] / times["push, to others"], times["device copy"] / times["take"]
     return {
         "peer": {
             "milliseconds": times,
-            "crossing_bytes": crossing_bytes,
+            "crossing_bytes": len(target),
             "copied_bytes": moved,
-            "copies": num_copies,
+            "copies": int(tokens.offsets[-1]),
             "top_k": k,
-            "peer_copy_GB_s": crossing_bytes / times["peer copy"] / 1e6,
+            "peer_copy_GB_s": len(target) / times["peer copy"] / 1e6,
             "link": {"ratio": link, "least": LEAST_OF_LINK},
             "spread": {"ratio": copy, "least": LEAST_OF_COPY},
         }

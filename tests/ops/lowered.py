@@ -151,6 +151,7 @@ def run_thin_products(dtype: torch.dtype) -> None:
 def run_moves(dtype: torch.dtype) -> None:
     """Call what moves rows of tokens: on a rank, and between ranks that write into each other's memory."""
     from lightning_d9d.ops.kernels import linear_cross_entropy, moe_permute, peer_exchange, peer_words
+    from lightning_d9d.ops.peer_exchange import Notes
     from lightning_d9d.ops.peer_memory import PeerLayout, PeerMemory
 
     x, copies = torch.ones(TOKENS, WIDTH, dtype=dtype), torch.ones(TOKENS * TOP_K, WIDTH, dtype=dtype)
@@ -163,19 +164,19 @@ def run_moves(dtype: torch.dtype) -> None:
 
     layout = PeerLayout(RANKS, EXPERTS // RANKS, TOKENS, WIDTH * dtype.itemsize, TOP_K)
     memory = PeerMemory([torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(RANKS)], 0, layout)
-    plan, ranks, experts = (torch.zeros(each, TOP_K, dtype=torch.int32) for each in (4 * RANKS, TOKENS, TOKENS))
-    peer_exchange.share_counts(memory, torch.zeros(RANKS, dtype=torch.int32), plan)
+    ranks, experts = torch.zeros(2, TOKENS, TOP_K, dtype=torch.int32)
+    table, shifts = torch.zeros(3, RANKS, dtype=torch.int32), torch.zeros(EXPERTS, dtype=torch.int32)
+    peer_exchange.share_counts(memory, table[0], counts, offsets, len(copies), table, shifts, offsets)
     peer_exchange.meet(memory)
     word, late = torch.zeros(2, 1, dtype=torch.int32)
     peer_words.tell(word, 1, late)
     peer_words.hear(word, 1, late, 1, 1.0)
-    peer_exchange.take_notes(memory, plan, 0, weights, experts)
-    peer_exchange.limit_places(memory, experts, places, offsets, len(copies))
-    for noted in (True, False):
-        own = weights if noted else None
-        peer_exchange.push(memory, x, places, ranks, plan, own, experts if noted else None)
-        peer_exchange.take(memory, plan, places, copies, own, torch.ones(len(copies)) if noted else None)
-        peer_exchange.push_sums(memory, copies, places, plan, own)
+    of_rows = torch.ones(len(copies))
+    for notes in (Notes(weights, experts, places, shifts, of_rows), None):
+        own = None if notes is None else weights
+        peer_exchange.push(memory, x, places, ranks, table, places, copies, notes)
+        peer_exchange.take(memory, table, places, copies, None if notes is None else of_rows)
+        peer_exchange.push_sums(memory, copies, places, table, own)
         peer_exchange.take_sums(memory, places, ranks, x, own)
 
 

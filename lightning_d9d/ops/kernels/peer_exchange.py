@@ -1,5 +1,8 @@
 """Triton kernels of `lightning_d9d.ops.peer_exchange`: they write into the memory of other ranks' devices.
 
+[Note: own tokens] `_push` has programs of two kinds. A few write tokens into the memory of other ranks, at the rate of
+the link. Meanwhile the others copy tokens for experts of their own rank, at the rate of the device's memory.
+
 [Note: waits] A rank writes its rows into the memory of others, and then the number of the exchange to a flag there. A
 reader waits for the flags of all ranks. See [Note: flags] in `peer_words.py`. Numbers and waits are on the device, so
 that a graph can be captured. After the time limit a bit of the state is set, and later waits end at once.
@@ -23,30 +26,50 @@ from torch import Tensor
 
 from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.kernels.peer_words import limit_of, polled
+from lightning_d9d.ops.peer_exchange import Notes
 from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory
-from lightning_d9d.ops.rows import ceil_div, next_power_of_2
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 _NUM_WARPS = 4
 _MOST_COLUMNS = 4096
 """Columns that a program handles at a time."""
+_PUSHES_A_PROCESSOR = 3
+"""Programs for each multiprocessor that write to other ranks: enough to keep the link busy."""
 _LATE, _OVERFLOW = tl.constexpr(LATE), tl.constexpr(OVERFLOW)
 
 
-def share_counts(memory: PeerMemory, counts: Tensor, plan: Tensor) -> None:
-    """Write `plan`. Collective."""
+def share_counts(
+    memory: PeerMemory,
+    sent: Tensor,
+    counts: Tensor,
+    ends: Tensor,
+    num_rows: int,
+    table: Tensor,
+    shifts: Tensor,
+    offsets: Tensor,
+) -> None:
+    """Write the last three tensors. Collective."""
     layout = memory.layout
     _share[(1,)](
         memory.pointers,
         memory.own,
         memory.state,
+        sent,
         counts,
-        plan,
+        ends,
+        table,
+        shifts,
+        offsets,
         limit_of(memory.timeout_s),
         layout.num_ranks,
         memory.rank,
+        layout.num_local,
         layout.counts_at,
+        layout.counts_bytes,
         layout.num_rows,
+        num_rows,
         RANKS=next_power_of_2(layout.num_ranks),
+        LOCAL=next_power_of_2(layout.num_local),
         num_warps=1,
     )
 
@@ -71,91 +94,58 @@ def push(
     x: Tensor,
     places: Tensor,
     ranks: Tensor,
-    plan: Tensor,
-    weights: Tensor | None,
-    experts: Tensor | None,
+    table: Tensor,
+    copies: Tensor,
+    rows: Tensor,
+    notes: Notes | None,
 ) -> None:
-    """Write rows of tokens into the memory of the ranks that they go to."""
+    """Write tokens into the memory of other ranks, and their copies for this rank's experts to `rows`."""
     if len(x) == 0:
         return
-    _push[(len(x),)](
+    num_pushes = num_programs(len(x), x.device, _PUSHES_A_PROCESSOR)
+    _push[(num_pushes + len(x),)](
         memory.pointers,
         memory.state,
         x,
         x.stride(0),
         places,
         ranks,
-        plan,
-        weights,
-        experts,
+        table,
+        copies,
+        rows,
+        *([None] * 5 if notes is None else notes),
         *_region(memory),
+        len(x),
+        num_pushes,
         memory.layout.num_ranks,
+        memory.rank,
+        memory.layout.num_local,
+        len(rows),
         x.shape[1],
         TOP_K=places.shape[1],
         KS=next_power_of_2(places.shape[1]),
-        HAS_NOTES=weights is not None,
+        HAS_NOTES=notes is not None,
         **_columns(x),
     )
 
 
-def take_notes(memory: PeerMemory, plan: Tensor, first_expert: int, weights: Tensor, experts: Tensor) -> None:
-    """Write the last two tensors, for the received rows: weights, and experts counted from this rank's first one."""
-    num_rows, top_k = weights.shape
-    rows = max(1, 1024 // next_power_of_2(top_k))
-    _take_notes[(ceil_div(num_rows, rows),)](
+def take(memory: PeerMemory, table: Tensor, copies: Tensor, rows: Tensor, of_rows: Tensor | None) -> None:
+    """Write copies of the tokens from other ranks to `rows`; with `of_rows` their weights, and `copies`."""
+    _take[(len(copies),)](
         memory.own,
         memory.state,
-        plan,
-        weights,
-        experts,
-        *_region(memory),
-        memory.layout.num_ranks,
-        first_expert,
-        memory.layout.num_local,
-        TOP_K=top_k,
-        KS=next_power_of_2(top_k),
-        ROWS=rows,
-        num_warps=_NUM_WARPS,
-    )
-
-
-def limit_places(memory: PeerMemory, experts: Tensor, places: Tensor, offsets: Tensor, num_rows: int) -> None:
-    """Limit places and offsets to `num_rows`, and set the flag if one was larger."""
-    size = 1024
-    _limit_places[(max(1, ceil_div(places.numel(), size)),)](
-        memory.state,
-        experts,
-        places,
-        offsets,
-        places.numel(),
-        num_rows,
-        memory.layout.num_local,
-        LOCAL=next_power_of_2(memory.layout.num_local),
-        SIZE=size,
-        num_warps=_NUM_WARPS,
-    )
-
-
-def take(
-    memory: PeerMemory, plan: Tensor, places: Tensor, rows: Tensor, weights: Tensor | None, of_rows: Tensor | None
-) -> None:
-    """Write `rows`, copies of the received rows, and `of_rows`, the weight of each copy."""
-    if rows.numel() == 0:
-        return
-    _take[(len(places),)](
-        memory.own,
-        memory.state,
-        plan,
-        places,
+        table,
+        copies,
         rows,
-        weights,
         of_rows,
         *_region(memory),
         memory.layout.num_ranks,
+        memory.rank,
         len(rows),
         rows.shape[1],
-        TOP_K=places.shape[1],
-        HAS_NOTES=weights is not None,
+        TOP_K=copies.shape[1],
+        KS=next_power_of_2(copies.shape[1]),
+        HAS_NOTES=of_rows is not None,
         **_columns(rows),
     )
 
@@ -207,7 +197,7 @@ def take_sums(memory: PeerMemory, places: Tensor, ranks: Tensor, sums: Tensor, w
 def _region(memory: PeerMemory) -> tuple[int, int, int, int, int]:
     """Return the place of the first region, the length of each, the place of notes in it, and its number of rows."""
     layout = memory.layout
-    return layout.regions_at, layout.region_bytes, layout.weights_at, layout.experts_at, layout.num_rows
+    return layout.regions_at, layout.region_bytes, layout.weights_at, layout.copies_at, layout.num_rows
 
 
 def _columns(matrix: Tensor) -> dict[str, Any]:
@@ -241,126 +231,174 @@ def _meet(pointers, own, state, limit, num_ranks, rank, RANKS: tl.constexpr):
 
 @jit
 def _share(
-    pointers, own, state, counts, plan, limit, num_ranks, rank, counts_at, num_rows, RANKS: tl.constexpr
+    pointers, own, state, sent, counts, ends, table, shifts, offsets, limit,
+    num_ranks, rank, num_local, counts_at, counts_bytes, most_rows, num_rows, RANKS: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    rows, columns = tl.arange(0, RANKS)[:, None], tl.arange(0, RANKS)[None, :]
-    is_pair = (rows < num_ranks) & (columns < num_ranks)
-    turn = (tl.load(state) + 1) & 1
-    at = counts_at + turn.to(tl.int64) * num_ranks * num_ranks * 4
-    bases = tl.load(pointers + rows, mask=rows < num_ranks, other=0) + at
-    mine = tl.load(counts + columns, mask=columns < num_ranks, other=0)
-    targets = bases.to(tl.pointer_type(tl.int32)) + rank * num_ranks + columns
-    tl.store(targets, mine + tl.zeros([RANKS, RANKS], tl.int32), mask=is_pair)
+    ranks, local = tl.arange(0, RANKS), tl.arange(0, LOCAL)
+    rows, columns = ranks[:, None], local[None, :]
+    is_rank, is_expert = ranks < num_ranks, (rows < num_ranks) & (columns < num_local)
+    experts = rows * num_local + columns
+    length = num_ranks * (1 + num_local)
+    turn = ((tl.load(state) + 1) & 1).to(tl.int64)
+    at = counts_at + turn * counts_bytes
+    of_ranks = tl.load(sent + ranks, mask=is_rank, other=0)
+    of_experts = tl.load(counts + experts, mask=is_expert, other=0)
+    for other in range(num_ranks):
+        target = (tl.load(pointers + other) + at).to(tl.pointer_type(tl.int32)) + rank * length
+        tl.store(target + ranks, of_ranks, mask=is_rank)
+        tl.store(target + num_ranks + experts, of_experts, mask=is_expert)
     _wait(pointers, own, state, limit, num_ranks, rank, RANKS)
-    table = (own + at).to(tl.pointer_type(tl.int32)) + rows * num_ranks + columns
-    sent = tl.load(table, mask=is_pair, other=0, volatile=True)  # by sending and receiving rank
-    arrived = tl.cumsum(sent, 0) - sent
-    departed = tl.cumsum(sent, 1) - sent
-    is_mine, is_here = (rows == rank).to(tl.int32), (columns == rank).to(tl.int32)
-    ranks = tl.arange(0, RANKS)
-    tl.store(plan + ranks, tl.sum((arrived - departed) * is_mine, 0), mask=ranks < num_ranks)
-    tl.store(plan + num_ranks + ranks, tl.sum((departed - arrived) * is_here, 1), mask=ranks < num_ranks)
-    ends = tl.minimum(tl.sum((arrived + sent) * is_here, 1), num_rows)
-    tl.store(plan + 2 * num_ranks + ranks, ends, mask=ranks < num_ranks)
-    most = tl.maximum(tl.max(tl.sum(sent, 0), 0), tl.max(tl.sum(sent, 1), 0))
+
+    here = (own + at).to(tl.pointer_type(tl.int32))
+    pairs = here + rows * length + ranks[None, :]
+    traffic = tl.load(pairs, mask=(rows < num_ranks) & (ranks[None, :] < num_ranks), other=0, volatile=True)
+    arrived = tl.cumsum(traffic, 0) - traffic
+    departed = tl.cumsum(traffic, 1) - traffic
+    is_mine, is_here = (rows == rank).to(tl.int32), (ranks[None, :] == rank).to(tl.int32)
+    tl.store(table + ranks, tl.sum((arrived - departed) * is_mine, 0), mask=is_rank)
+    tl.store(table + num_ranks + ranks, tl.sum((departed - arrived) * is_here, 1), mask=is_rank)
+    last = tl.minimum(tl.sum((arrived + traffic) * is_here, 1), most_rows)
+    tl.store(table + 2 * num_ranks + ranks, last, mask=is_rank)
+
+    total, before = tl.zeros([RANKS, LOCAL], tl.int32), tl.zeros([RANKS, LOCAL], tl.int32)
+    for other in range(num_ranks):
+        copies = tl.load(here + other * length + num_ranks + experts, mask=is_expert, other=0, volatile=True)
+        total += copies
+        before += copies * (other < rank).to(tl.int32)
+    end = tl.cumsum(total, 1)
+    begin = tl.load(ends + experts, mask=is_expert, other=0) - of_experts
+    tl.store(shifts + experts, end - total + before - begin, mask=is_expert)
+    mine = tl.sum(end * is_mine, 0)
+    tl.store(offsets + local, tl.minimum(mine, num_rows), mask=local < num_local)
+
+    most = tl.maximum(tl.max(tl.sum(traffic, 0), 0), tl.max(tl.sum(traffic, 1), 0))
+    most_copies = tl.max(mine, 0)
     tl.store(state + 2, tl.maximum(tl.load(state + 2), most))
-    if most > num_rows:
+    tl.store(state + 3, tl.maximum(tl.load(state + 3), most_copies))
+    if (most > most_rows) | (most_copies > num_rows):
         tl.store(state + 1, tl.load(state + 1) | _OVERFLOW)
 
 
-@jit
-def _push(
-    pointers, state, x, stride, places, ranks, plan, weights, experts,
-    regions_at, region_bytes, weights_at, experts_at, num_rows, num_ranks, width,
+@triton.jit
+def _place(numbers, shifts, expert, at, is_there, num_rows):
+    """Return the row of a copy on its expert's rank; `num_rows` if it is not there."""
+    place = tl.load(numbers + at, mask=is_there, other=0) + tl.load(shifts + expert, mask=is_there, other=0)
+    return tl.where(is_there, tl.minimum(place, num_rows), num_rows)
+
+
+@triton.jit
+def _send_token(
+    pointers, x, places, ranks, table, weights, experts, numbers, shifts,
+    region, weights_at, copies_at, most_rows, token, stride, num_ranks, own_rank, num_local, num_rows, width,
     TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    region = regions_at + ((tl.load(state) + 1) & 1).to(tl.int64) * region_bytes
+    """Write a token to each other rank with experts of it, and its notes."""
+    first = token * TOP_K
     ks = tl.arange(0, KS)
+    is_k = ks < TOP_K
     for part in range(PARTS):
         columns = part * COLUMNS + tl.arange(0, COLUMNS)
         values = tl.load(x + token * stride + columns, mask=columns < width, other=0.0)
         for k in range(TOP_K):
-            rank = tl.load(ranks + token * TOP_K + k)
-            if rank < num_ranks:
-                row = (tl.load(places + token * TOP_K + k) + tl.load(plan + rank)).to(tl.int64)
-                if row < num_rows:
+            rank = tl.load(ranks + first + k)
+            if (rank < num_ranks) & (rank != own_rank):
+                row = (tl.load(places + first + k) + tl.load(table + rank)).to(tl.int64)
+                if row < most_rows:
                     base = tl.load(pointers + rank) + region
                     target = base.to(tl.pointer_type(x.dtype.element_ty))
                     tl.multiple_of(target, 16)
                     tl.store(target + row * width + columns, values, mask=columns < width)
                     if HAS_NOTES and part == 0:
-                        at = token * TOP_K + ks
-                        weight = tl.load(weights + at, mask=ks < TOP_K, other=0.0)
-                        expert = tl.load(experts + at, mask=ks < TOP_K, other=0).to(tl.int32)
+                        expert = tl.load(experts + first + ks, mask=is_k, other=0).to(tl.int32)
+                        is_there = is_k & (expert // num_local == rank)
+                        place = _place(numbers, shifts, expert, first + ks, is_there, num_rows)
+                        weight = tl.load(weights + first + ks, mask=is_there, other=0.0).to(tl.float32)
                         to_weights = (base + weights_at).to(tl.pointer_type(tl.float32)) + row * TOP_K
-                        to_experts = (base + experts_at).to(tl.pointer_type(tl.int32)) + row * TOP_K
-                        tl.store(to_weights + ks, weight.to(tl.float32), mask=ks < TOP_K)
-                        tl.store(to_experts + ks, expert, mask=ks < TOP_K)
+                        to_copies = (base + copies_at).to(tl.pointer_type(tl.int32)) + row * TOP_K
+                        tl.store(to_weights + ks, weight, mask=is_k)
+                        tl.store(to_copies + ks, place, mask=is_k)
+
+
+@triton.jit
+def _spread(first, places, rows, num_rows, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Copy a row to its places."""
+    for part in range(PARTS):
+        columns = part * COLUMNS + tl.arange(0, COLUMNS)
+        values = tl.load(first + columns, mask=columns < width, other=0.0)
+        for k in range(TOP_K):
+            place = tl.load(places + k).to(tl.int64)
+            if place < num_rows:
+                tl.store(rows + place * width + columns, values, mask=columns < width)
 
 
 @jit
-def _take_notes(
-    own, state, plan, weights, experts, regions_at, region_bytes, weights_at, experts_at, num_rows, num_ranks,
-    first_expert, num_local, TOP_K: tl.constexpr, KS: tl.constexpr, ROWS: tl.constexpr,
+def _push(
+    pointers, state, x, stride, places, ranks, table, copies, rows, weights, experts, numbers, shifts, of_rows,
+    regions_at, region_bytes, weights_at, copies_at, most_rows, num_tokens, num_pushes, num_ranks, own_rank, num_local,
+    num_rows, width,
+    TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    base = own + regions_at + (tl.load(state) & 1).to(tl.int64) * region_bytes
-    end = tl.load(plan + 3 * num_ranks - 1)
-    rows, ks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, KS)[None, :]
-    at, mask = rows * TOP_K + ks, (rows < num_rows) & (ks < TOP_K)
-    is_row = mask & (rows < end)
-    weight = tl.load((base + weights_at).to(tl.pointer_type(tl.float32)) + at, mask=is_row, other=0.0)
-    expert = tl.load((base + experts_at).to(tl.pointer_type(tl.int32)) + at, mask=is_row, other=0) - first_expert
-    is_own = is_row & (expert >= 0) & (expert < num_local)
-    tl.store(weights + at, weight, mask=mask)
-    tl.store(experts + at, tl.where(is_own, expert, num_local), mask=mask)
-
-
-@jit
-def _limit_places(
-    state, experts, places, offsets, num_places, num_rows, num_local, LOCAL: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    mask = at < num_places
-    place = tl.load(places + at, mask=mask, other=0)
-    is_own = tl.load(experts + at, mask=mask, other=0) < num_local
-    tl.store(places + at, tl.where(is_own, tl.minimum(place, num_rows), num_rows), mask=mask)
-    if tl.program_id(0) == 0:
-        local = tl.arange(0, LOCAL)
-        ends = tl.load(offsets + local, mask=local < num_local, other=0)
-        most = tl.max(ends, 0)
-        tl.store(offsets + local, tl.minimum(ends, num_rows), mask=local < num_local)
-        tl.store(state + 3, tl.maximum(tl.load(state + 3), most))
-        if most > num_rows:
-            tl.store(state + 1, tl.load(state + 1) | _OVERFLOW)
+    program = tl.program_id(0).to(tl.int64)
+    if program < num_pushes:  # [Note: own tokens]
+        region = regions_at + ((tl.load(state) + 1) & 1).to(tl.int64) * region_bytes
+        for token in range(program, num_tokens, num_pushes):
+            _send_token(
+                pointers, x, places, ranks, table, weights, experts, numbers, shifts,
+                region, weights_at, copies_at, most_rows, token, stride, num_ranks, own_rank, num_local, num_rows,
+                width, TOP_K, KS, HAS_NOTES, COLUMNS, PARTS,
+            )  # fmt: skip
+    else:
+        token = program - num_pushes
+        at = token * TOP_K + tl.arange(0, KS)
+        is_k = tl.arange(0, KS) < TOP_K
+        is_own = tl.load(ranks + at, mask=is_k, other=num_ranks) == own_rank
+        place = tl.max(tl.where(is_own, tl.load(places + at, mask=is_k, other=0), -1), 0)
+        row = (place + tl.load(table + own_rank)).to(tl.int64)
+        if (place >= 0) & (row < most_rows):
+            of_row = copies + row * TOP_K
+            if HAS_NOTES:
+                expert = tl.load(experts + at, mask=is_k, other=0).to(tl.int32)
+                is_here = is_k & (expert // num_local == own_rank)
+                targets = _place(numbers, shifts, expert, at, is_here, num_rows)
+                weight = tl.load(weights + at, mask=is_here, other=0.0).to(of_rows.dtype.element_ty)
+                tl.store(of_row + tl.arange(0, KS), targets, mask=is_k)
+                tl.store(of_rows + targets, weight, mask=is_k & (targets < num_rows))
+                tl.debug_barrier()  # what follows reads the places
+            _spread(x + token * stride, of_row, rows, num_rows, width, TOP_K, COLUMNS, PARTS)
 
 
 @jit
 def _take(
-    own, state, plan, places, rows, weights, of_rows, regions_at, region_bytes, weights_at, experts_at, most_rows,
-    num_ranks, num_rows, width,
-    TOP_K: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    own, state, table, copies, rows, of_rows, regions_at, region_bytes, weights_at, copies_at, most_rows,
+    num_ranks, own_rank, num_rows, width,
+    TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     source = tl.program_id(0).to(tl.int64)
-    if source < tl.load(plan + 3 * num_ranks - 1):
+    end = tl.load(table + 3 * num_ranks - 1)
+    own_end = tl.load(table + 2 * num_ranks + own_rank)
+    own_begin = tl.load(table + 2 * num_ranks + own_rank - 1, mask=own_rank > 0, other=0)
+    ks = tl.arange(0, KS)
+    if source >= end:
+        if HAS_NOTES:
+            tl.store(copies + source * TOP_K + ks, num_rows + tl.zeros([KS], tl.int32), mask=ks < TOP_K)
+    elif (source < own_begin) | (source >= own_end):
         base = own + regions_at + (tl.load(state) & 1).to(tl.int64) * region_bytes
         first = base.to(tl.pointer_type(rows.dtype.element_ty)) + source * width
-        for part in range(PARTS):
-            columns = part * COLUMNS + tl.arange(0, COLUMNS)
-            values = tl.load(first + columns, mask=columns < width, other=0.0)
-            for k in range(TOP_K):
-                place = tl.load(places + source * TOP_K + k).to(tl.int64)
-                if place < num_rows:
-                    tl.store(rows + place * width + columns, values, mask=columns < width)
-                    if HAS_NOTES and part == 0:
-                        weight = tl.load(weights + source * TOP_K + k)
-                        tl.store(of_rows + place, weight.to(of_rows.dtype.element_ty))
+        places = copies + source * TOP_K
+        if HAS_NOTES:
+            places = (base + copies_at).to(tl.pointer_type(tl.int32)) + source * TOP_K
+            of_weights = (base + weights_at).to(tl.pointer_type(tl.float32)) + source * TOP_K
+            place = tl.load(places + ks, mask=ks < TOP_K, other=num_rows)
+            weight = tl.load(of_weights + ks, mask=ks < TOP_K, other=0.0)
+            tl.store(copies + source * TOP_K + ks, place, mask=ks < TOP_K)
+            tl.store(of_rows + place, weight.to(of_rows.dtype.element_ty), mask=(ks < TOP_K) & (place < num_rows))
+        _spread(first, places, rows, num_rows, width, TOP_K, COLUMNS, PARTS)
 
 
 @jit
 def _push_sums(
     pointers, state, rows, stride, places, plan, weights,
-    regions_at, region_bytes, weights_at, experts_at, most_rows, num_ranks, num_rows, width,
+    regions_at, region_bytes, weights_at, copies_at, most_rows, num_ranks, num_rows, width,
     RANKS: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr,
     COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -399,7 +437,7 @@ def _push_sums(
 
 @jit
 def _take_sums(
-    own, state, places, ranks, sums, weights, regions_at, region_bytes, weights_at, experts_at, most_rows, num_ranks,
+    own, state, places, ranks, sums, weights, regions_at, region_bytes, weights_at, copies_at, most_rows, num_ranks,
     width, TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
