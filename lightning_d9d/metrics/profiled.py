@@ -54,8 +54,8 @@ _NAMES = (
 )
 """Parts by text: the first text that the name of an operator, range or kernel contains gives its part."""
 PARTS_OF_PEER_KERNELS: Mapping[str, str] = {
-    **dict.fromkeys(("_share", "_push", "_push_sums", "_meet", "_tell", "_hear"), COMMUNICATION),
-    **dict.fromkeys(("_take", "_take_notes", "_take_sums", "_limit_places"), PERMUTES),
+    **dict.fromkeys(("_share", "_exchange", "_push_sums", "_meet", "_tell", "_hear"), COMMUNICATION),
+    **dict.fromkeys(("_take_rest", "_take_sums"), PERMUTES),
 }
 """Parts of kernels that exchange tokens or words through the memory of other ranks, by their whole names."""
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear")

@@ -104,7 +104,7 @@ class PeerExchange:
         memory = self.memory
         if memory is None:
             return
-        _, status, tokens, copies = memory.state.tolist()
+        _, status, tokens, copies, _ = memory.state.tolist()
         self.check(status)
         layout = memory.layout
         needed: list[Any] = [None] * self.num_ranks

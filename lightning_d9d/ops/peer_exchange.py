@@ -183,7 +183,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _push_reference(
+def _exchange_reference(
     memory: PeerMemory,
     x: Tensor,
     places: Tensor,
@@ -228,7 +228,9 @@ def _spread(
         of_rows[targets] = weights[tokens, ks].to(of_rows.dtype)
 
 
-def _take_reference(memory: PeerMemory, table: Tensor, copies: Tensor, rows: Tensor, of_rows: Tensor | None) -> None:
+def _take_rest_reference(
+    memory: PeerMemory, table: Tensor, copies: Tensor, rows: Tensor, of_rows: Tensor | None
+) -> None:
     if of_rows is not None:
         copies[int(table[2, -1]) :] = len(rows)
     sources = torch.arange(int(table[2, -1]), device=table.device)
@@ -272,8 +274,8 @@ class _Reference:
 
     share_counts = staticmethod(_share_counts_reference)
     meet = staticmethod(_meet_reference)
-    push = staticmethod(_push_reference)
-    take = staticmethod(_take_reference)
+    exchange = staticmethod(_exchange_reference)
+    take_rest = staticmethod(_take_rest_reference)
     push_sums = staticmethod(_push_sums_reference)
     take_sums = staticmethod(_take_sums_reference)
 
@@ -344,9 +346,9 @@ def _dispatch(
     peers, functions = peer_memory(memory), _functions(triton)
     notes = Notes(weights.contiguous(), experts.contiguous(), numbers, shifts, of_rows)
     with waiting():
-        functions.push(peers, x.contiguous(), places, ranks, table, copies, rows, notes)
+        functions.exchange(peers, x.contiguous(), places, ranks, table, copies, rows, notes)
         functions.meet(peers)
-    functions.take(peers, table, copies, rows, of_rows)
+    functions.take_rest(peers, table, copies, rows, of_rows)
     return made
 
 
@@ -436,9 +438,10 @@ def _send(
     rows = _new_gradients(x, copies, places, ranks, table, num_rows, memory, triton)
     peers, functions = peer_memory(memory), _functions(triton)
     with waiting():
-        functions.push(peers, x.contiguous(), places, ranks, table, copies, rows, None)
+        functions.meet(peers)  # so that ranks begin together: [Note: what runs at a time] of the kernels
+        functions.exchange(peers, x.contiguous(), places, ranks, table, copies, rows, None)
         functions.meet(peers)
-    functions.take(peers, table, copies, rows, None)
+    functions.take_rest(peers, table, copies, rows, None)
     return rows
 
 

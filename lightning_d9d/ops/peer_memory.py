@@ -65,9 +65,14 @@ class PeerLayout(NamedTuple):
         return self.weights_at + aligned(self.num_rows * self.top_k * _WEIGHT_BYTES)
 
     @property
+    def flags_at(self) -> int:
+        """The offset of a flag for each row, which is set when the row has come."""
+        return self.copies_at + aligned(self.num_rows * self.top_k * 4)
+
+    @property
     def region_bytes(self) -> int:
         """The length of a region."""
-        return self.copies_at + aligned(self.num_rows * self.top_k * 4)
+        return self.flags_at + aligned(self.num_rows * 4)
 
     @property
     def num_bytes(self) -> int:
@@ -93,8 +98,10 @@ class PeerMemory:
         self.own = self.buffers[rank]
         device = self.own.device
         self.pointers = torch.tensor([each.data_ptr() for each in self.buffers], dtype=torch.int64, device=device)
-        self.state = torch.zeros(4, dtype=torch.int32, device=device)
-        """The number of exchanges, `status`, and the most tokens and the most copies that have come at a time."""
+        self.state = torch.zeros(5, dtype=torch.int32, device=device)
+        """The number of waits, `status`, and the most tokens and the most copies that have come at a time.
+
+        The last number counts programs of a kernel that have ended."""
 
     @property
     def status(self) -> Tensor:

@@ -113,13 +113,25 @@ def parts(contenders: Mapping[str, Contender], device: torch.device) -> dict[str
     sums, plain = torch.empty_like(x), contenders[PEER]
     assert isinstance(plain, Exchanges)
     leaving, staying = (ranks.masked_fill(mask, num_ranks) for mask in (ranks == rank, ranks != rank))
+    nothing_comes = table.clone()
+    nothing_comes[2] = 0
+
+    def exchange(ranks: Tensor) -> None:
+        kernels.exchange(memory, x, places, ranks, nothing_comes, copies, rows, None)
+
+    def gradients() -> None:
+        kernels.meet(memory)
+        kernels.exchange(memory, x, places, ranks, table, copies, rows, None)
+        kernels.meet(memory)
+        kernels.take_rest(memory, table, copies, rows, None)
+
     measured = {
         "peer copy": lambda: target.copy_(source),
-        "push, to others": lambda: kernels.push(memory, x, places, leaving, table, copies, rows, None),
-        "push, of own tokens": lambda: kernels.push(memory, x, places, staying, table, copies, rows, None),
-        "push": lambda: kernels.push(memory, x, places, ranks, table, copies, rows, None),
+        "exchange, to others": lambda: exchange(leaving),
+        "exchange, of own tokens": lambda: exchange(staying),
         "device copy": lambda: there.copy_(here),
-        "take": lambda: kernels.take(memory, table, copies, rows, None),
+        "take rest": lambda: kernels.take_rest(memory, table, copies, rows, None),
+        "exchange of gradients": gradients,
         "push sums": lambda: kernels.push_sums(memory, rows, copies, table, None),
         "take sums": lambda: kernels.take_sums(memory, places, ranks, sums, None),
         "sort by rank": lambda: sort_by_expert(ranks, num_ranks + 1),
@@ -129,7 +141,7 @@ def parts(contenders: Mapping[str, Contender], device: torch.device) -> dict[str
         "all_to_all forward": lambda: _forward(plain),
     }
     times = _times(measured, device)
-    link, copy = times["peer copy"] / times["push, to others"], times["device copy"] / times["take"]
+    link, copy = times["peer copy"] / times["exchange, to others"], times["device copy"] / times["take rest"]
     return {
         "peer": {
             "milliseconds": times,

@@ -105,10 +105,10 @@ def test_recomputation_and_split_backward(
     expected = run(dispatch, experts, tokens)
     memory = dispatch.exchange.memory
     assert memory is not None
-    assert memory.state[0] == 3 + 2
+    assert memory.state[0] == 3 + 3
     for name, value in run(dispatch, experts, tokens, forward, split).items():
         assert_bitwise_equal(name, value, expected[name])
-    assert memory.state[0] == 2 * (3 + 2) + num_again
+    assert memory.state[0] == 2 * (3 + 3) + num_again
     assert fits(dispatch, rank)
     dispatch.exchange.close()
 

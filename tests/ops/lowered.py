@@ -174,8 +174,8 @@ def run_moves(dtype: torch.dtype) -> None:
     of_rows = torch.ones(len(copies))
     for notes in (Notes(weights, experts, places, shifts, of_rows), None):
         own = None if notes is None else weights
-        peer_exchange.push(memory, x, places, ranks, table, places, copies, notes)
-        peer_exchange.take(memory, table, places, copies, None if notes is None else of_rows)
+        peer_exchange.exchange(memory, x, places, ranks, table, places, copies, notes)
+        peer_exchange.take_rest(memory, table, places, copies, None if notes is None else of_rows)
         peer_exchange.push_sums(memory, copies, places, table, own)
         peer_exchange.take_sums(memory, places, ranks, x, own)
 

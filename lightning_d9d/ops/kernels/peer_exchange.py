@@ -1,7 +1,10 @@
 """Triton kernels of `lightning_d9d.ops.peer_exchange`: they write into the memory of other ranks' devices.
 
-[Note: own tokens] `_push` has programs of two kinds. A few write tokens into the memory of other ranks, at the rate of
-the link. Meanwhile the others copy tokens for experts of their own rank, at the rate of the device's memory.
+[Note: what runs at a time] `_exchange` has three kinds of programs, in this order, which is that of their starts. The
+first write tokens into the memory of other ranks, at the rate of the link. Meanwhile the next copy tokens for experts of
+their own rank, and the last those that come from other ranks, at the rate of the device's memory. A row that comes has
+a flag of its own. The last programs wait for it only while the first still run here, which wait for nothing. So no rank
+occupies its device in a wait for another rank. `_take_rest` copies rows that came later.
 
 [Note: waits] A rank writes its rows into the memory of others, and then the number of the exchange to a flag there. A
 reader waits for the flags of all ranks. See [Note: flags] in `peer_words.py`. Numbers and waits are on the device, so
@@ -25,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.kernels.peer_words import limit_of, polled
+from lightning_d9d.ops.kernels.peer_words import limit_of, now, polled
 from lightning_d9d.ops.peer_exchange import Notes
 from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
@@ -33,8 +36,14 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 _NUM_WARPS = 4
 _MOST_COLUMNS = 4096
 """Columns that a program handles at a time."""
-_PUSHES_A_PROCESSOR = 3
+_WRITERS_A_PROCESSOR = 6
 """Programs for each multiprocessor that write to other ranks: enough to keep the link busy."""
+_TOKENS_AT_ONCE = 1
+"""Tokens for whose rows a program sets flags at once."""
+_ROWS_OF_REST = 32
+"""Rows of which a program copies those that have come late."""
+_MOST_WAIT = tl.constexpr(2_000_000)
+"""The limit of a wait for a row, in nanoseconds, should programs not start in their order."""
 _LATE, _OVERFLOW = tl.constexpr(LATE), tl.constexpr(OVERFLOW)
 
 
@@ -89,7 +98,7 @@ def meet(memory: PeerMemory) -> None:
     )
 
 
-def push(
+def exchange(
     memory: PeerMemory,
     x: Tensor,
     places: Tensor,
@@ -99,12 +108,13 @@ def push(
     rows: Tensor,
     notes: Notes | None,
 ) -> None:
-    """Write tokens into the memory of other ranks, and their copies for this rank's experts to `rows`."""
-    if len(x) == 0:
-        return
-    num_pushes = num_programs(len(x), x.device, _PUSHES_A_PROCESSOR)
-    _push[(num_pushes + len(x),)](
+    """Write tokens into the memory of other ranks, and copies for this rank's experts to `rows`."""
+    layout, top_k = memory.layout, places.shape[1]
+    num_writers = num_programs(ceil_div(len(x), _TOKENS_AT_ONCE), x.device, _WRITERS_A_PROCESSOR)
+    num_readers = ceil_div(layout.num_rows, layout.num_ranks) * layout.num_ranks
+    _exchange[(num_writers + len(x) + num_readers,)](
         memory.pointers,
+        memory.own,
         memory.state,
         x,
         x.stride(0),
@@ -115,23 +125,25 @@ def push(
         rows,
         *([None] * 5 if notes is None else notes),
         *_region(memory),
+        layout.flags_at,
         len(x),
-        num_pushes,
-        memory.layout.num_ranks,
+        num_writers,
+        layout.num_ranks,
         memory.rank,
-        memory.layout.num_local,
+        layout.num_local,
         len(rows),
         x.shape[1],
-        TOP_K=places.shape[1],
-        KS=next_power_of_2(places.shape[1]),
+        AT_ONCE=_TOKENS_AT_ONCE,
+        TOP_K=top_k,
+        KS=next_power_of_2(top_k),
         HAS_NOTES=notes is not None,
         **_columns(x),
     )
 
 
-def take(memory: PeerMemory, table: Tensor, copies: Tensor, rows: Tensor, of_rows: Tensor | None) -> None:
+def take_rest(memory: PeerMemory, table: Tensor, copies: Tensor, rows: Tensor, of_rows: Tensor | None) -> None:
     """Write copies of the tokens from other ranks to `rows`; with `of_rows` their weights, and `copies`."""
-    _take[(len(copies),)](
+    _take_rest[(ceil_div(len(copies), _ROWS_OF_REST),)](
         memory.own,
         memory.state,
         table,
@@ -139,10 +151,12 @@ def take(memory: PeerMemory, table: Tensor, copies: Tensor, rows: Tensor, of_row
         rows,
         of_rows,
         *_region(memory),
+        memory.layout.flags_at,
         memory.layout.num_ranks,
         memory.rank,
         len(rows),
         rows.shape[1],
+        ROWS=_ROWS_OF_REST,
         TOP_K=copies.shape[1],
         KS=next_power_of_2(copies.shape[1]),
         HAS_NOTES=of_rows is not None,
@@ -221,6 +235,7 @@ def _wait(pointers, own, state, limit, num_ranks, rank, RANKS: tl.constexpr):
     if missing > 0:
         tl.store(state + 1, status | _LATE)
     tl.store(state, epoch)
+    tl.store(state + 4, 0)
     tl.debug_barrier()
 
 
@@ -287,7 +302,7 @@ def _place(numbers, shifts, expert, at, is_there, num_rows):
 
 
 @triton.jit
-def _send_token(
+def _write_token(
     pointers, x, places, ranks, table, weights, experts, numbers, shifts,
     region, weights_at, copies_at, most_rows, token, stride, num_ranks, own_rank, num_local, num_rows, width,
     TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
@@ -320,6 +335,24 @@ def _send_token(
 
 
 @triton.jit
+def _set_flags(
+    pointers, places, ranks, table, flags_at, most_rows, first, num_tokens, num_ranks, own_rank, epoch,
+    AT_ONCE: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr,
+):  # fmt: skip
+    """Set the flags of the rows of some tokens on other ranks, after this program has written these rows."""
+    each = tl.arange(0, AT_ONCE * KS)
+    token, k = first + each // KS, each % KS
+    is_sent = (token < num_tokens) & (k < TOP_K)
+    rank = tl.load(ranks + token * TOP_K + k, mask=is_sent, other=num_ranks)
+    is_sent = is_sent & (rank < num_ranks) & (rank != own_rank)
+    row = tl.load(places + token * TOP_K + k, mask=is_sent, other=0) + tl.load(table + rank, mask=is_sent, other=0)
+    is_sent = is_sent & (row < most_rows)
+    flags = (tl.load(pointers + rank, mask=is_sent, other=0) + flags_at).to(tl.pointer_type(tl.int32)) + row
+    tl.debug_barrier()
+    tl.atomic_xchg(flags, tl.zeros([AT_ONCE * KS], tl.int32) + epoch, mask=is_sent, sem="release", scope="sys")
+
+
+@triton.jit
 def _spread(first, places, rows, num_rows, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
     """Copy a row to its places."""
     for part in range(PARTS):
@@ -331,68 +364,142 @@ def _spread(first, places, rows, num_rows, width, TOP_K: tl.constexpr, COLUMNS: 
                 tl.store(rows + place * width + columns, values, mask=columns < width)
 
 
-@jit
-def _push(
-    pointers, state, x, stride, places, ranks, table, copies, rows, weights, experts, numbers, shifts, of_rows,
-    regions_at, region_bytes, weights_at, copies_at, most_rows, num_tokens, num_pushes, num_ranks, own_rank, num_local,
-    num_rows, width,
+@triton.jit
+def _take_own(
+    x, stride, places, ranks, table, copies, rows, weights, experts, numbers, shifts, of_rows,
+    token, most_rows, num_ranks, own_rank, num_local, num_rows, width,
     TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Copy a token of this rank for its experts here, and write its notes."""
+    ks = tl.arange(0, KS)
+    at, is_k = token * TOP_K + ks, ks < TOP_K
+    is_own = tl.load(ranks + at, mask=is_k, other=num_ranks) == own_rank
+    place = tl.max(tl.where(is_own, tl.load(places + at, mask=is_k, other=0), -1), 0)
+    row = (place + tl.load(table + own_rank)).to(tl.int64)
+    if (place >= 0) & (row < most_rows):
+        of_row = copies + row * TOP_K
+        if HAS_NOTES:
+            expert = tl.load(experts + at, mask=is_k, other=0).to(tl.int32)
+            is_here = is_k & (expert // num_local == own_rank)
+            targets = _place(numbers, shifts, expert, at, is_here, num_rows)
+            weight = tl.load(weights + at, mask=is_here, other=0.0).to(of_rows.dtype.element_ty)
+            tl.store(of_row + ks, targets, mask=is_k)
+            tl.store(of_rows + targets, weight, mask=is_k & (targets < num_rows))
+            tl.debug_barrier()  # what follows reads the places
+        _spread(x + token * stride, of_row, rows, num_rows, width, TOP_K, COLUMNS, PARTS)
+
+
+@triton.jit
+def _take_row(
+    base, copies, rows, of_rows, weights_at, copies_at, source, num_rows, width,
+    TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Copy a row that has come for this rank's experts, and keep its notes."""
+    of_row = copies + source * TOP_K
+    places = of_row
+    if HAS_NOTES:
+        ks = tl.arange(0, KS)
+        places = (base + copies_at).to(tl.pointer_type(tl.int32)) + source * TOP_K
+        of_weights = (base + weights_at).to(tl.pointer_type(tl.float32)) + source * TOP_K
+        place = tl.load(places + ks, mask=ks < TOP_K, other=num_rows)
+        weight = tl.load(of_weights + ks, mask=ks < TOP_K, other=0.0).to(of_rows.dtype.element_ty)
+        tl.store(of_row + ks, place, mask=ks < TOP_K)
+        tl.store(of_rows + place, weight, mask=(ks < TOP_K) & (place < num_rows))
+    first = base.to(tl.pointer_type(rows.dtype.element_ty)) + source * width
+    _spread(first, places, rows, num_rows, width, TOP_K, COLUMNS, PARTS)
+
+
+@triton.jit
+def _has_come(flag, epoch, ended, num_writers):
+    """Return whether a row has come. Wait for it while this rank's programs write: [Note: what runs at a time]."""
+    seen = tl.load(flag, volatile=True)
+    begin = now()
+    while (seen != epoch) & (tl.load(ended, volatile=True) < num_writers) & (now() - begin < _MOST_WAIT):
+        seen = tl.load(flag, volatile=True)
+    return tl.atomic_add(flag, 0, sem="acquire", scope="sys") == epoch
+
+
+@triton.jit
+def _own_rows(table, num_ranks, own_rank):
+    """Return the first received row that is from this rank, and one past the last."""
+    ends = table + 2 * num_ranks
+    return tl.load(ends + own_rank - 1, mask=own_rank > 0, other=0), tl.load(ends + own_rank)
+
+
+@jit
+def _exchange(
+    pointers, own, state, x, stride, places, ranks, table, copies, rows, weights, experts, numbers, shifts, of_rows,
+    regions_at, region_bytes, weights_at, copies_at, most_rows, flags_at, num_tokens, num_writers, num_ranks, own_rank,
+    num_local, num_rows, width,
+    AT_ONCE: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    if program < num_pushes:  # [Note: own tokens]
-        region = regions_at + ((tl.load(state) + 1) & 1).to(tl.int64) * region_bytes
-        for token in range(program, num_tokens, num_pushes):
-            _send_token(
-                pointers, x, places, ranks, table, weights, experts, numbers, shifts,
-                region, weights_at, copies_at, most_rows, token, stride, num_ranks, own_rank, num_local, num_rows,
-                width, TOP_K, KS, HAS_NOTES, COLUMNS, PARTS,
+    epoch = tl.load(state) + 1
+    region = regions_at + (epoch & 1).to(tl.int64) * region_bytes
+    if program < num_writers:
+        for group in range(program, tl.cdiv(num_tokens, AT_ONCE), num_writers):
+            for token in range(group * AT_ONCE, tl.minimum(num_tokens, (group + 1) * AT_ONCE)):
+                _write_token(
+                    pointers, x, places, ranks, table, weights, experts, numbers, shifts,
+                    region, weights_at, copies_at, most_rows, token, stride, num_ranks, own_rank, num_local, num_rows,
+                    width, TOP_K, KS, HAS_NOTES, COLUMNS, PARTS,
+                )  # fmt: skip
+            _set_flags(
+                pointers, places, ranks, table, region + flags_at, most_rows, group * AT_ONCE, num_tokens, num_ranks,
+                own_rank, epoch, AT_ONCE, TOP_K, KS,
             )  # fmt: skip
+        tl.atomic_add(state + 4, 1)
+    elif program < num_writers + num_tokens:
+        _take_own(
+            x, stride, places, ranks, table, copies, rows, weights, experts, numbers, shifts, of_rows,
+            program - num_writers, most_rows, num_ranks, own_rank, num_local, num_rows, width,
+            TOP_K, KS, HAS_NOTES, COLUMNS, PARTS,
+        )  # fmt: skip
     else:
-        token = program - num_pushes
-        at = token * TOP_K + tl.arange(0, KS)
-        is_k = tl.arange(0, KS) < TOP_K
-        is_own = tl.load(ranks + at, mask=is_k, other=num_ranks) == own_rank
-        place = tl.max(tl.where(is_own, tl.load(places + at, mask=is_k, other=0), -1), 0)
-        row = (place + tl.load(table + own_rank)).to(tl.int64)
-        if (place >= 0) & (row < most_rows):
-            of_row = copies + row * TOP_K
-            if HAS_NOTES:
-                expert = tl.load(experts + at, mask=is_k, other=0).to(tl.int32)
-                is_here = is_k & (expert // num_local == own_rank)
-                targets = _place(numbers, shifts, expert, at, is_here, num_rows)
-                weight = tl.load(weights + at, mask=is_here, other=0.0).to(of_rows.dtype.element_ty)
-                tl.store(of_row + tl.arange(0, KS), targets, mask=is_k)
-                tl.store(of_rows + targets, weight, mask=is_k & (targets < num_rows))
-                tl.debug_barrier()  # what follows reads the places
-            _spread(x + token * stride, of_row, rows, num_rows, width, TOP_K, COLUMNS, PARTS)
+        reader = program - num_writers - num_tokens
+        end = tl.load(table + 3 * num_ranks - 1)
+        if HAS_NOTES and (reader >= end) & (reader < most_rows):
+            ks = tl.arange(0, KS)
+            tl.store(copies + reader * TOP_K + ks, num_rows + tl.zeros([KS], tl.int32), mask=ks < TOP_K)
+        share = tl.cdiv(end, num_ranks)
+        source = (reader % num_ranks) * share + reader // num_ranks  # [Note: turns]
+        own_begin, own_end = _own_rows(table, num_ranks, own_rank)
+        is_row = (reader // num_ranks < share) & (source < end)
+        if is_row & ((source < own_begin) | (source >= own_end)):
+            flag = (own + region + flags_at).to(tl.pointer_type(tl.int32)) + source
+            if _has_come(flag, epoch, state + 4, num_writers):
+                _take_row(
+                    own + region, copies, rows, of_rows, weights_at, copies_at, source, num_rows, width,
+                    TOP_K, KS, HAS_NOTES, COLUMNS, PARTS,
+                )  # fmt: skip
+                tl.store(flag, -1 - epoch)
 
 
 @jit
-def _take(
-    own, state, table, copies, rows, of_rows, regions_at, region_bytes, weights_at, copies_at, most_rows,
+def _take_rest(
+    own, state, table, copies, rows, of_rows, regions_at, region_bytes, weights_at, copies_at, most_rows, flags_at,
     num_ranks, own_rank, num_rows, width,
-    TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    source = tl.program_id(0).to(tl.int64)
+    epoch = tl.load(state)
+    base = own + regions_at + (epoch & 1).to(tl.int64) * region_bytes
+    flags = (base + flags_at).to(tl.pointer_type(tl.int32))
     end = tl.load(table + 3 * num_ranks - 1)
-    own_end = tl.load(table + 2 * num_ranks + own_rank)
-    own_begin = tl.load(table + 2 * num_ranks + own_rank - 1, mask=own_rank > 0, other=0)
-    ks = tl.arange(0, KS)
-    if source >= end:
-        if HAS_NOTES:
-            tl.store(copies + source * TOP_K + ks, num_rows + tl.zeros([KS], tl.int32), mask=ks < TOP_K)
-    elif (source < own_begin) | (source >= own_end):
-        base = own + regions_at + (tl.load(state) & 1).to(tl.int64) * region_bytes
-        first = base.to(tl.pointer_type(rows.dtype.element_ty)) + source * width
-        places = copies + source * TOP_K
-        if HAS_NOTES:
-            places = (base + copies_at).to(tl.pointer_type(tl.int32)) + source * TOP_K
-            of_weights = (base + weights_at).to(tl.pointer_type(tl.float32)) + source * TOP_K
-            place = tl.load(places + ks, mask=ks < TOP_K, other=num_rows)
-            weight = tl.load(of_weights + ks, mask=ks < TOP_K, other=0.0)
-            tl.store(copies + source * TOP_K + ks, place, mask=ks < TOP_K)
-            tl.store(of_rows + place, weight.to(of_rows.dtype.element_ty), mask=(ks < TOP_K) & (place < num_rows))
-        _spread(first, places, rows, num_rows, width, TOP_K, COLUMNS, PARTS)
+    own_begin, own_end = _own_rows(table, num_ranks, own_rank)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    sources = first + tl.arange(0, ROWS)
+    is_row = (sources < end) & ((sources < own_begin) | (sources >= own_end))
+    is_left = tl.load(flags + sources, mask=is_row, other=0) != -1 - epoch
+    if tl.sum((is_row & is_left).to(tl.int32), 0) > 0:
+        for source in range(first, tl.minimum(end, first + ROWS)):
+            if (source < own_begin) | (source >= own_end):
+                if tl.load(flags + source) != -1 - epoch:
+                    _take_row(
+                        base, copies, rows, of_rows, weights_at, copies_at, source, num_rows, width,
+                        TOP_K, KS, HAS_NOTES, COLUMNS, PARTS,
+                    )  # fmt: skip
 
 
 @jit

@@ -38,12 +38,19 @@ def limit_of(timeout_s: float) -> int:
 
 
 @triton.jit
+def now():
+    """Return the time in nanoseconds; in Triton's interpreter, which has no clock, 0."""
+    time = tl.zeros([], tl.int64)
+    if not _INTERPRETED:
+        time += globaltimer()
+    return time
+
+
+@triton.jit
 def polled(words, is_awaited, number, is_late, limit):
     """Wait until the awaited words have at least this number; return how many do not. Not at all if it is late."""
     waited = tl.zeros([], tl.int64)
-    begin = tl.zeros([], tl.int64)
-    if not _INTERPRETED:
-        begin += globaltimer()
+    begin = now()
     if is_late:
         waited += limit
     missing = tl.sum(is_awaited.to(tl.int32), 0)
@@ -54,7 +61,7 @@ def polled(words, is_awaited, number, is_late, limit):
         if _INTERPRETED:
             waited += 1
         else:
-            waited = globaltimer() - begin
+            waited = now() - begin
     return missing
 
 
