@@ -38,7 +38,7 @@ _MOST_COLUMNS = 4096
 """Columns that a program handles at a time."""
 _WRITERS_A_PROCESSOR = 6
 """Programs for each multiprocessor that write to other ranks: enough to keep the link busy."""
-_TOKENS_AT_ONCE = 1
+_TOKENS_AT_ONCE = 2
 """Tokens for whose rows a program sets flags at once."""
 _ROWS_OF_REST = 32
 """Rows of which a program copies those that have come late."""
