@@ -1,16 +1,19 @@
 """Tokens to experts on other ranks and back, forward and backward, without the experts' products.
 
 The peer is `all_to_all`, by NCCL or gloo; `peer` writes into the memory of the other ranks. Beside these stand parts of
-the second: what crosses the link against a plain copy of as many bytes into a peer's memory, and what the experts' rank
-copies against a copy on the device. Each is the median of rounds that take turns in the same run.
+the second. What crosses the link is compared with a plain copy of as many bytes into a peer's memory. The exchange of
+gradients, with their copies for experts, is compared with that copy and one on the device, one after the other. Each is
+the median of rounds that take turns in the same run.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,15 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.modules import AllToAllDispatch, Dispatch
+from lightning_d9d.modules.dispatch import DispatchedTokens
 from lightning_d9d.modules.peer_dispatch import PeerDispatch
 from lightning_d9d.ops.moe_permute import sort_by_expert
 from lightning_d9d.ops.peer_exchange import PeerPlan
+from lightning_d9d.ops.peer_memory import PeerMemory
 from tests.benchmarks.frame import Case, Contender, synchronize
 from tests.benchmarks.training import num_gpus
 
 PEER = "all_to_all"
 LEAST_OF_LINK = 0.85
-LEAST_OF_COPY = 0.85
+LEAST_OF_COPIES = 0.85
+"""Of the rate of both copies, one after the other."""
 _ROUNDS = 20
 _AHEAD_CYCLES = 4_000_000
 """Clock cycles that the device waits before each timed part, so that its launches do not count."""
@@ -82,76 +88,115 @@ class Exchanges:
             self.dispatch.exchange.close()
 
 
+class Messages:
+    """The kernels of `peer` that write to other ranks, one at a time, with the tokens of one dispatch.
+
+    With `own_memory` they write to the same places of this rank's memory. So the difference is what links cost.
+    """
+
+    def __init__(self, memory: PeerMemory, x: Tensor, tokens: DispatchedTokens) -> None:
+        assert isinstance(tokens.exchange, PeerPlan)
+        self.memory, self.x, self.rows, self.copies = memory, x, tokens.x.detach(), tokens.copies.places
+        self.places, self.ranks, self.table = tokens.exchange
+        self.sums, none = torch.empty_like(x), memory.layout.num_ranks
+        self.is_own = self.ranks == memory.rank
+        self.leaving, self.staying = (self.ranks.masked_fill(mask, none) for mask in (self.is_own, ~self.is_own))
+        self.crossing = int((self.leaving < none).sum())
+        self._nothing_comes, self._to_own = self.table.clone(), self.table.clone()
+        self._nothing_comes[2] = 0
+        self._to_own[0] = -self.table[1]  # where rows of the other ranks come
+        self._own = torch.full_like(memory.pointers, memory.own.data_ptr())
+
+    def exchange(self, ranks: Tensor, table: Tensor | None = None) -> None:
+        """Write tokens to these ranks; without a table, none are expected from others."""
+        table = self._nothing_comes if table is None else table
+        kernels().exchange(self.memory, self.x, self.places, ranks, table, self.copies, self.rows, None)
+
+    def take_rest(self) -> None:
+        """Copy all rows from others for experts."""
+        kernels().take_rest(self.memory, self.table, self.copies, self.rows, None)
+
+    def gradients(self, own_memory: bool = False) -> None:
+        """The whole exchange of gradients, as in the backward of the combine."""
+        kernels().meet(self.memory)
+        with self._pointers(own_memory):
+            self.exchange(self.ranks, self._to_own if own_memory else self.table)
+        kernels().meet(self.memory)
+        self.take_rest()
+
+    def push_sums(self, own_memory: bool = False) -> None:
+        """Write sums back."""
+        with self._pointers(own_memory):
+            kernels().push_sums(self.memory, self.rows, self.copies, self.table, None)
+
+    def take_sums(self) -> None:
+        """Sum what came back."""
+        kernels().take_sums(self.memory, self.places, self.ranks, self.sums, None)
+
+    @contextmanager
+    def _pointers(self, own_memory: bool) -> Iterator[None]:
+        before = self.memory.pointers
+        self.memory.pointers = self._own if own_memory else before
+        yield
+        self.memory.pointers = before
+
+
+def kernels() -> ModuleType:
+    """The kernels, which need Triton."""
+    from lightning_d9d.ops.kernels import peer_exchange
+
+    return peer_exchange
+
+
 def parts(contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:
     """Milliseconds of parts, and two ratios of rates. Collective; on CUDA alone, since there are kernels."""
-    contender = contenders["peer"]
+    contender, plain = contenders["peer"], contenders[PEER]
     assert isinstance(contender, Exchanges)
+    assert isinstance(plain, Exchanges)
     if device.type != "cuda":
         return {}
-    from lightning_d9d.ops.kernels import peer_exchange as kernels
-
     dispatch = contender.dispatch
     assert isinstance(dispatch, PeerDispatch)
     memory = dispatch.exchange.memory
     assert memory is not None
-    layout, x, k = memory.layout, contender.x.detach(), contender.indices.shape[1]
-    num_ranks, rank = layout.num_ranks, memory.rank
+    layout, x = memory.layout, contender.x.detach()
     tokens = dispatch.dispatch(contender.x, contender.indices, contender.weights)
-    assert isinstance(tokens.exchange, PeerPlan)
-    places, ranks, table = tokens.exchange
-    rows, copies = tokens.x.detach(), tokens.copies.places
-    other = (rank + 1) % num_ranks
-    row_bytes = x.shape[1] * x.element_size()
-    begin, end = [0, *table[2].tolist()][rank : rank + 2]
-    come = copies.clone()
-    come[begin:end] = len(rows)
-    moved = int((come < len(rows)).sum() + table[2, -1] - (end - begin)) * row_bytes
-    crossing = int((ranks < num_ranks).sum() - (ranks == rank).sum())
-    target = memory.buffers[other][layout.regions_at : layout.regions_at + crossing * row_bytes]
-    source = torch.zeros(len(target), dtype=torch.uint8, device=device)
+    messages, row_bytes = Messages(memory, x, tokens), x.shape[1] * x.element_size()
+    crossing_bytes = messages.crossing * row_bytes
+    moved = (int(tokens.offsets[-1]) + int(messages.table[2, -1])) * row_bytes
+    other = memory.buffers[(memory.rank + 1) % layout.num_ranks]
+    target = other[layout.regions_at : layout.regions_at + crossing_bytes]
+    source = torch.zeros(crossing_bytes, dtype=torch.uint8, device=device)
     here, there = (torch.zeros(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
-    sums, plain = torch.empty_like(x), contenders[PEER]
-    assert isinstance(plain, Exchanges)
-    leaving, staying = (ranks.masked_fill(mask, num_ranks) for mask in (ranks == rank, ranks != rank))
-    nothing_comes = table.clone()
-    nothing_comes[2] = 0
-
-    def exchange(ranks: Tensor) -> None:
-        kernels.exchange(memory, x, places, ranks, nothing_comes, copies, rows, None)
-
-    def gradients() -> None:
-        kernels.meet(memory)
-        kernels.exchange(memory, x, places, ranks, table, copies, rows, None)
-        kernels.meet(memory)
-        kernels.take_rest(memory, table, copies, rows, None)
-
     measured = {
         "peer copy": lambda: target.copy_(source),
-        "exchange, to others": lambda: exchange(leaving),
-        "exchange, of own tokens": lambda: exchange(staying),
+        "exchange, to others": lambda: messages.exchange(messages.leaving),
+        "exchange, of own tokens": lambda: messages.exchange(messages.staying),
+        "take rest": messages.take_rest,
         "device copy": lambda: there.copy_(here),
-        "take rest": lambda: kernels.take_rest(memory, table, copies, rows, None),
-        "exchange of gradients": gradients,
-        "push sums": lambda: kernels.push_sums(memory, rows, copies, table, None),
-        "take sums": lambda: kernels.take_sums(memory, places, ranks, sums, None),
-        "sort by rank": lambda: sort_by_expert(ranks, num_ranks + 1),
+        "gradients": messages.gradients,
+        "gradients, own memory": lambda: messages.gradients(own_memory=True),
+        "push sums": messages.push_sums,
+        "push sums, own memory": lambda: messages.push_sums(own_memory=True),
+        "take sums": messages.take_sums,
+        "sort by rank": lambda: sort_by_expert(messages.ranks, layout.num_ranks + 1),
         "sort by expert": lambda: sort_by_expert(contender.indices, dispatch.num_experts),
-        "meet": lambda: kernels.meet(memory),
+        "meet": lambda: kernels().meet(memory),
         "peer forward": lambda: _forward(contender),
         "all_to_all forward": lambda: _forward(plain),
     }
     times = _times(measured, device)
-    link, copy = times["peer copy"] / times["exchange, to others"], times["device copy"] / times["take rest"]
+    copies = times["peer copy"] + times["device copy"]
     return {
         "peer": {
             "milliseconds": times,
-            "crossing_bytes": len(target),
+            "crossing_bytes": crossing_bytes,
             "copied_bytes": moved,
             "copies": int(tokens.offsets[-1]),
-            "top_k": k,
-            "peer_copy_GB_s": len(target) / times["peer copy"] / 1e6,
-            "link": {"ratio": link, "least": LEAST_OF_LINK},
-            "spread": {"ratio": copy, "least": LEAST_OF_COPY},
+            "top_k": layout.top_k,
+            "peer_copy_GB_s": crossing_bytes / times["peer copy"] / 1e6,
+            "link": {"ratio": times["peer copy"] / times["exchange, to others"], "least": LEAST_OF_LINK},
+            "both": {"ratio": copies / times["gradients"], "least": LEAST_OF_COPIES},
         }
     }
 
@@ -185,7 +230,7 @@ def table(result: dict[str, Any], device_type: str) -> str:
     peer = result["contenders"]["peer"]
     for name, value in peer.get("milliseconds", {}).items():
         lines.append(f"  {name:<24}{value:9.4f} ms")
-    for name in ("link", "spread"):
+    for name in ("link", "both"):
         if name in peer:
             lines.append(f"  {name}: {peer[name]['ratio']:.3f} of a copy, at least {peer[name]['least']}")
     if "peer_copy_GB_s" in peer:

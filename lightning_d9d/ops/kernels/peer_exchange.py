@@ -1,7 +1,7 @@
 """Triton kernels of `lightning_d9d.ops.peer_exchange`: they write into the memory of other ranks' devices.
 
 [Note: what runs at a time] `_exchange` has three kinds of programs, in this order, which is that of their starts. The
-first write tokens into the memory of other ranks, at the rate of the link. Meanwhile the next copy tokens for experts of
+first write tokens into the memory of other ranks, at the rate of the link. Meanwhile the next copy tokens for their own
 their own rank, and the last those that come from other ranks, at the rate of the device's memory. A row that comes has
 a flag of its own. The last programs wait for it only while the first still run here, which wait for nothing. So no rank
 occupies its device in a wait for another rank. `_take_rest` copies rows that came later.
@@ -494,12 +494,12 @@ def _take_rest(
     is_left = tl.load(flags + sources, mask=is_row, other=0) != -1 - epoch
     if tl.sum((is_row & is_left).to(tl.int32), 0) > 0:
         for source in range(first, tl.minimum(end, first + ROWS)):
-            if (source < own_begin) | (source >= own_end):
-                if tl.load(flags + source) != -1 - epoch:
-                    _take_row(
-                        base, copies, rows, of_rows, weights_at, copies_at, source, num_rows, width,
-                        TOP_K, KS, HAS_NOTES, COLUMNS, PARTS,
-                    )  # fmt: skip
+            is_other = (source < own_begin) | (source >= own_end)
+            if is_other & (tl.load(flags + source) != -1 - epoch):
+                _take_row(
+                    base, copies, rows, of_rows, weights_at, copies_at, source, num_rows, width,
+                    TOP_K, KS, HAS_NOTES, COLUMNS, PARTS,
+                )  # fmt: skip
 
 
 @jit
