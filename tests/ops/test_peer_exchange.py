@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_d9d.modules.dispatch import without_repetitions
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.kernels import peer_exchange as kernels
-from lightning_d9d.ops.moe_permute import sort_by_expert
+from lightning_d9d.ops.moe_permute import Permutation, sort_by_expert
 from lightning_d9d.ops.peer_exchange import Notes
 from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerLayout, PeerMemory
 from tests.harness.compare import assert_bitwise_equal
@@ -33,43 +33,44 @@ class Sent(NamedTuple):
     x: Tensor
     weights: Tensor
     experts: Tensor
-    places: Tensor
     ranks: Tensor
+    to_ranks: Permutation
+    to_experts: Permutation
     table: Tensor
-    numbers: Tensor
     shifts: Tensor
     offsets: Tensor
+
+    def notes(self, of_rows: Tensor) -> Notes:
+        """What is sent with tokens."""
+        return Notes(self.weights, self.experts, self.to_experts.places, self.shifts, of_rows)
+
+    def exchange(self, copies: Tensor, rows: Tensor, notes: Notes | None) -> None:
+        """Write tokens, and copy those that are there."""
+        kernels.exchange(self.memory, self.x, self.to_ranks.places, self.ranks, self.table, copies, rows, notes)
 
 
 def make_ranks(device: str, num_rows: int, most_tokens: int = MOST_TOKENS) -> list[Sent]:
     """All ranks with their tables. The first two times counts of other ranks are not there yet."""
     layout = PeerLayout(NUM_RANKS, NUM_LOCAL, most_tokens, 4 * WIDTH, TOP_K)
     buffers = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in NUM_TOKENS]
-    generator, made = torch.Generator().manual_seed(0), []
+    generator, made, num_experts = torch.Generator().manual_seed(0), [], NUM_RANKS * NUM_LOCAL
     for rank, num_tokens in enumerate(NUM_TOKENS):
-        memory = PeerMemory(buffers, rank, layout)
         x = torch.randn(num_tokens, WIDTH, generator=generator).to(device)
-        experts = (
-            torch.rand(num_tokens, NUM_RANKS * NUM_LOCAL, generator=generator)
-            .argsort(1)[:, :TOP_K]
-            .contiguous()
-            .to(device)
-        )
-        weights = torch.rand(num_tokens, TOP_K, generator=generator).to(device)
+        weights, experts = torch.rand(num_tokens, num_experts, generator=generator).to(device).topk(TOP_K)
         ranks = without_repetitions(experts // NUM_LOCAL, NUM_RANKS).int()
-        to_ranks, to_experts = sort_by_expert(ranks, NUM_RANKS + 1), sort_by_expert(experts, NUM_RANKS * NUM_LOCAL)
-        table, shifts = ranks.new_empty(3, NUM_RANKS), ranks.new_empty(NUM_RANKS * NUM_LOCAL)
-        offsets = ranks.new_empty(NUM_LOCAL)
-        counts = (to_ranks.counts[:-1].contiguous(), to_experts.counts, to_experts.offsets)
-        sent = Sent(memory, x, weights, experts, to_ranks.places, ranks, table, to_experts.places, shifts, offsets)
-        made.append((sent, counts))
+        to_ranks, to_experts = sort_by_expert(ranks, NUM_RANKS + 1), sort_by_expert(experts, num_experts)
+        results = (ranks.new_empty(3, NUM_RANKS), ranks.new_empty(num_experts), ranks.new_empty(NUM_LOCAL))
+        memory = PeerMemory(buffers, rank, layout)
+        made.append(Sent(memory, x, weights, experts, ranks, to_ranks, to_experts, *results))
     for turn in range(3):
-        for sent, counts in made:
-            sent.memory.state[1:] = 0
-            sent.memory.state[1] = LATE  # so that no rank waits
-            kernels.share_counts(sent.memory, *counts, num_rows, sent.table, sent.shifts, sent.offsets)
-            assert int(sent.memory.state[0]) == turn + 1
-    return [sent for sent, _ in made]
+        for each in made:
+            each.memory.state[1:] = 0
+            each.memory.state[1] = LATE  # so that no rank waits
+            sent, copies = each.to_ranks.counts[:-1].contiguous(), each.to_experts
+            results = (each.table, each.shifts, each.offsets)
+            kernels.share_counts(each.memory, sent, copies.counts, copies.offsets, num_rows, *results)
+            assert int(each.memory.state[0]) == turn + 1
+    return made
 
 
 def expected(sent: Sequence[Sent], rank: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -106,9 +107,8 @@ def test_rows_that_come_early_and_late(device: str, order: tuple[int, ...]) -> N
         for is_backward in (False, True):
             to = again if is_backward else rows
             for rank in order:
-                memory, x, weights, experts, places, ranks, table, numbers, shifts, _ = sent[rank]
-                notes = None if is_backward else Notes(weights, experts, numbers, shifts, of_rows[rank])
-                kernels.exchange(memory, x, places, ranks, table, copies[rank], to[rank], notes)
+                notes = None if is_backward else sent[rank].notes(of_rows[rank])
+                sent[rank].exchange(copies[rank], to[rank], notes)
             for rank, each in enumerate(sent):
                 early, ends = is_early(each), each.table[2].tolist()
                 for source, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -142,11 +142,9 @@ def test_what_does_not_fit_is_not_written(device: str, missing_rows: int, missin
         sent = make_ranks(device, num_rows, most_tokens)
         assert any(int(each.memory.status) & OVERFLOW for each in sent)
         rows = [torch.full((num_rows + 1, WIDTH), -1.0, device=device) for _ in sent]
-        for rank, (memory, x, weights, experts, places, ranks, table, numbers, shifts, _) in enumerate(sent):
+        for each, to in zip(sent, rows, strict=True):
             copies = torch.zeros(most_tokens, TOP_K, dtype=torch.int32, device=device)
-            of_rows = torch.zeros(num_rows, device=device)
-            notes = Notes(weights, experts, numbers, shifts, of_rows)
-            kernels.exchange(memory, x, places, ranks, table, copies, rows[rank][:-1], notes)
+            each.exchange(copies, to[:-1], each.notes(torch.zeros(num_rows, device=device)))
         for rank, (of_copies, _, ends) in enumerate(whole):
             assert bool((rows[rank][-1] == -1).all())
             is_written = (rows[rank] != -1).all(1)
