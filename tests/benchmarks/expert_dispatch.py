@@ -104,7 +104,9 @@ class Messages:
         self.crossing = int((self.leaving < none).sum())
         self._nothing_comes, self._to_own = self.table.clone(), self.table.clone()
         self._nothing_comes[2] = 0
-        self._to_own[0] = -self.table[1]  # where rows of the other ranks come
+        sent = self.ranks[self.ranks < none].bincount(minlength=none)
+        self._to_own[0] = self.table[2].roll(1).index_fill(0, sent.new_zeros(1), 0) - (sent.cumsum(0) - sent)
+        """What is added to a place to get the row where one from the other rank comes."""
         self._own = torch.full_like(memory.pointers, memory.own.data_ptr())
 
     def exchange(self, ranks: Tensor, table: Tensor | None = None) -> None:
