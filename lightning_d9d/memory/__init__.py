@@ -8,7 +8,7 @@ the bytes that it sends. Nothing here communicates. `snapshots.py` writes what l
 out.
 """
 
-from lightning_d9d.memory.advice import advice, device_bytes, refuse_too_large
+from lightning_d9d.memory.advice import advice, device_bytes, most_in_use, refuse_too_large
 from lightning_d9d.memory.held import StagesHeld, stage_held
 from lightning_d9d.memory.host import HostMemory, check_host, host_bytes, input_bytes
 from lightning_d9d.memory.parameters import gathered_bytes, gradient_bytes, part_bytes, state_bytes, weight_bytes
@@ -30,6 +30,7 @@ __all__ = [
     "gradient_bytes",
     "host_bytes",
     "input_bytes",
+    "most_in_use",
     "part_bytes",
     "refuse_too_large",
     "stage_held",

@@ -22,6 +22,17 @@ def device_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
+def most_in_use(device: torch.device) -> int:
+    """Return the most bytes of a GPU that were in use at a time, for tensors and outside of torch's allocator. Local.
+
+    On the host, whose memory others use, it is 0.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_allocated(device) + total - free - torch.cuda.memory_reserved(device)
+
+
 def refuse_too_large(
     step: StepMemory, settings: StepSettings, available: int, *, can_step_in_backward: bool = False
 ) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -95,8 +95,13 @@ class PeerExchange:
         """Return the flags `OVERFLOW` and `LATE`, an int32 on the device; None before the first forward."""
         return None if (memory := self.memory) is None else memory.status
 
-    def grow(self) -> None:
+    def grow(self, lacking: Callable[[float], int] = lambda room: 0) -> None:
         """Allocate as much memory as the last batch needed, and clear the flags. Collective; the host waits.
+
+        If the exchange is optional and would need too much, all-to-all replaces it.
+
+        Args:
+            lacking: The bytes that this rank lacks for the layers, given the new room as a multiple of an even share.
 
         Raises:
             RuntimeError: A rank did not arrive in time.
@@ -107,9 +112,7 @@ class PeerExchange:
         _, status, tokens, copies, _ = memory.state.tolist()
         self.check(status)
         layout = memory.layout
-        needed: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(needed, (tokens, copies), group=group_named(self.group_name))
-        tokens, copies = (max(each) for each in zip(*needed, strict=True))
+        tokens, copies = (max(each) for each in zip(*self._gather((tokens, copies)), strict=True))
         num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * SPARE_ROOM)
         num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * SPARE_ROOM)
         if self.is_optional and copies > _MOST_GROWTH * self._first_rows:
@@ -118,6 +121,11 @@ class PeerExchange:
                 "uneven a load every layer would have memory for as many. Raise ParallelConfig.expert_capacity to keep "
                 "'peer'"
             )
+            return
+        room = self.capacity * num_rows / self._first_rows
+        if self.is_optional and (most := max(self._gather(lacking(room)))) > 0:
+            missing = f"{most / 2**30:.1f} GiB"
+            self.replace(f"with room for {num_rows:,} copies of tokens a step needs {missing} more than a rank has")
             return
         if num_tokens > layout.num_rows:
             device = memory.own.device
@@ -147,14 +155,18 @@ class PeerExchange:
             logger.warning("expert_dispatch='auto' takes all_to_all from now on: %s", reason)
 
     def _allocate(self, num_tokens: int, row_bytes: int, top_k: int, num_local: int, device: torch.device) -> None:
-        sizes: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(sizes, num_tokens, group=group_named(self.group_name))
-        most = max(1, *sizes)
+        most = max(1, *self._gather(num_tokens))
         # No rank has more to send. More than that arrives only where the load is very uneven.
         layout = PeerLayout(self.num_ranks, num_local, most * min(self.num_ranks, top_k), row_bytes, top_k)
         worst = self.num_ranks * most * min(top_k, num_local)
         self._first_rows = min(worst, math.ceil(self.capacity * most * top_k))
         self._keep(layout, self._first_rows, device)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the value of each rank of the group. Collective; the host waits."""
+        found: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(found, value, group=group_named(self.group_name))
+        return found
 
     def _keep(self, layout: PeerLayout, num_rows: int, device: torch.device) -> None:
         self.close()

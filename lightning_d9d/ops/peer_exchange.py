@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.moe_permute import Permutation, gathered, summed
 from lightning_d9d.ops.operator import define
-from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory, peer_memory
+from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, Notes, PeerMemory, peer_memory
 from lightning_d9d.ops.peer_words import have_reached
 from lightning_d9d.waits import waiting
 
@@ -38,25 +38,6 @@ class PeerPlan(NamedTuple):
 
     The first is added to a place to get the row on that rank. The second is added to a row received from there to get
     its place. The third is one past the last row received from there."""
-
-
-class Notes(NamedTuple):
-    """The weights of tokens' copies, and what their places among the rows of an expert's rank follow from."""
-
-    weights: Tensor
-    """Shape `[tokens, top_k]`."""
-
-    experts: Tensor
-    """Their numbers among the experts of all ranks, shape `[tokens, top_k]`."""
-
-    numbers: Tensor
-    """The place of each copy among this rank's, sorted by the experts of all ranks, int32 `[tokens, top_k]`."""
-
-    shifts: Tensor
-    """The number that is added to it, for each expert, to get the row on the expert's rank, int32."""
-
-    of_rows: Tensor
-    """The weights of the rows of this rank's experts, `[num_rows]`, which are written."""
 
 
 def share_counts(
@@ -240,14 +221,14 @@ def _take_rest_reference(
 
 
 def _push_sums_reference(
-    memory: PeerMemory, rows: Tensor, places: Tensor, plan: Tensor, weights: Tensor | None
+    memory: PeerMemory, rows: Tensor, places: Tensor, table: Tensor, weights: Tensor | None
 ) -> None:
     turn = int(memory.state[0]) + 1
     sums = summed(rows, places, None, len(rows))
     first = 0
-    for rank, end in enumerate(plan[2].tolist()):
-        sources = torch.arange(first, end, device=plan.device)
-        targets = sources + plan[1, rank]
+    for rank, end in enumerate(table[2].tolist()):
+        sources = torch.arange(first, end, device=table.device)
+        targets = sources + table[1, rank]
         sources, targets = sources[targets < memory.layout.num_rows], targets[targets < memory.layout.num_rows]
         wide = torch.float32 if weights is None else _wide(weights.dtype)
         to_rows, to_weights, _ = _region_views(memory, rank, rows, wide, turn)

@@ -80,6 +80,25 @@ class PeerLayout(NamedTuple):
         return self.regions_at + 2 * self.region_bytes
 
 
+class Notes(NamedTuple):
+    """The weights of tokens' copies, and what their places among the rows of an expert's rank follow from."""
+
+    weights: Tensor
+    """Shape `[tokens, top_k]`."""
+
+    experts: Tensor
+    """Their numbers among the experts of all ranks, shape `[tokens, top_k]`."""
+
+    numbers: Tensor
+    """The place of each copy among this rank's, sorted by the experts of all ranks, int32 `[tokens, top_k]`."""
+
+    shifts: Tensor
+    """The number that is added to it, for each expert, to get the row on the expert's rank, int32."""
+
+    of_rows: Tensor
+    """The weights of the rows of this rank's experts, `[num_rows]`, which are written."""
+
+
 class PeerMemory:
     """A buffer on each rank of a group, all of them mapped here, and the state of exchanges through them.
 

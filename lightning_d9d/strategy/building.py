@@ -282,7 +282,7 @@ class TrainingParts:
             stages,
             self.precision.forward_context,
             overlaps_pairs=self.parallel.overlap_pairs,
-            again=self._peers(module),
+            again=self._peers(module, memory),
         )
         train_step = TrainStep(
             module,
@@ -299,10 +299,11 @@ class TrainingParts:
         training.memory = memory
         return training
 
-    def _peers(self, module: D9DModule) -> PeerForwards | None:
+    def _peers(self, module: D9DModule, memory: FitMemory) -> PeerForwards | None:
         if self.parallel.expert_dispatch != "peer":
             return None
-        return PeerForwards(module, self.ranks.device, self.ranks.stage_group, is_optional=self.may_replace_peers)
+        group, is_optional = self.ranks.stage_group, self.may_replace_peers
+        return PeerForwards(module, self.ranks.device, group, memory.lacking, is_optional=is_optional)
 
     def _memory(
         self, module: L.LightningModule, optimizers: Sequence[Optimizer], gradients: GradientSync, **options: Any

@@ -32,6 +32,8 @@ from lightning_d9d.pipeline.types import StageInfo
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.sync.buckets import GradSyncConfig
 
+_FRAGMENTS = 0.03
+"""The share of a GPU's memory that may be lost in fragments."""
 _BELOW = 0.9
 """Advice is given for this share of the memory that a failed step needed."""
 
@@ -164,6 +166,22 @@ class FitMemory:
 
     def _needed(self) -> int:
         return self.step().of(self._settings).needed
+
+    def lacking(self, room: float) -> int:
+        """Return the bytes that this rank lacks if experts of a rank get more room. Local.
+
+        The growth of a step, by arithmetic, is added to the most that was in use so far.
+
+        Args:
+            room: Copies of tokens, as a multiple of an even share.
+        """
+        step, available = self._step, self._available
+        if step is None or step.held is None or available is None:
+            return 0
+        microbatch = replace(step.held.microbatch, expert_capacity=room)
+        grown = replace(step, held=replace(step.held, microbatch=microbatch))
+        growth = grown.of(self._settings).needed - step.of(self._settings).needed
+        return max(0, growth + memory.most_in_use(self._device) - int((1 - _FRAGMENTS) * available))
 
     def note(self, error: BaseException) -> None:
         """Add the contents of the memory to an error that it ran out, and settings that take less. Local."""

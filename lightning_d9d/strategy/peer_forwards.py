@@ -37,11 +37,18 @@ class PeerForwards:
         module: Module with its stages built.
         device: Device of this rank.
         group: The ranks with the same stages; None for all ranks.
+        lacking: As for `PeerExchange.grow`.
         is_optional: Whether all-to-all may replace peer dispatch for good.
     """
 
     def __init__(
-        self, module: D9DModule, device: torch.device, group: dist.ProcessGroup | None, *, is_optional: bool = False
+        self,
+        module: D9DModule,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        lacking: Callable[[float], int],
+        *,
+        is_optional: bool = False,
     ) -> None:
         self.num_repeated = 0
         """How many forwards ran again."""
@@ -52,7 +59,7 @@ class PeerForwards:
             index: [part.tokens_per_expert for part in stage.modules() if isinstance(part, ExpertBalance)]
             for index, stage in module.indexed_stages.items()
         }
-        self._device, self._group = device, group
+        self._device, self._group, self._lacking = device, group, lacking
         self._is_over = False
         """True if all-to-all has replaced peer dispatch for good on all ranks of the group."""
         self._by_all_to_all: set[tuple[int, int]] = set()
@@ -96,7 +103,7 @@ class PeerForwards:
                 exchange.is_off = False
 
     def end(self) -> None:
-        """End a batch; there is more memory if it was needed. Collective over the group; the host waits.
+        """End a batch. If more room was needed, there is more from now on. Collective over the group; the host waits.
 
         Raises:
             RuntimeError: A rank did not write its tokens in time, or tokens of a backward or a loss had no room.
@@ -111,7 +118,7 @@ class PeerForwards:
             )
         if self._by_all_to_all:
             for exchange in self._exchanges:
-                exchange.grow()
+                exchange.grow(self._lacking)
 
     def _overflowed(self) -> bool:
         """Return whether tokens had no room on any rank of the group, and note whether any rank has peers."""

@@ -16,6 +16,7 @@ from lightning_d9d.memory import (
     StepSettings,
     advice,
     device_bytes,
+    most_in_use,
     refuse_too_large,
 )
 from lightning_d9d.memory.held import StageHeld
@@ -174,9 +175,22 @@ def test_the_advice_fits() -> None:
 
 def test_only_a_gpu_has_memory_of_its_own() -> None:
     assert device_bytes(torch.device("cpu")) is None
+    assert most_in_use(torch.device("cpu")) == 0
 
 
 @pytest.mark.gpu
 def test_memory_of_a_gpu() -> None:
     found = device_bytes(torch.device("cuda", 0))
     assert found == torch.cuda.mem_get_info()[1]
+
+
+@pytest.mark.gpu
+def test_the_most_memory_in_use_has_what_is_free_again_and_what_torch_does_not_know() -> None:
+    device = torch.device("cuda", 0)
+    before = most_in_use(device)
+    torch.empty(2**30, dtype=torch.uint8, device=device)
+    assert most_in_use(device) >= max(before, 2**30)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    assert most_in_use(device) == torch.cuda.max_memory_allocated(device) + total - free - torch.cuda.memory_reserved()
+    assert most_in_use(device) > 2**30

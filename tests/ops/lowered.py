@@ -151,8 +151,7 @@ def run_thin_products(dtype: torch.dtype) -> None:
 def run_moves(dtype: torch.dtype) -> None:
     """Call what moves rows of tokens: on a rank, and between ranks that write into each other's memory."""
     from lightning_d9d.ops.kernels import linear_cross_entropy, moe_permute, peer_exchange, peer_words
-    from lightning_d9d.ops.peer_exchange import Notes
-    from lightning_d9d.ops.peer_memory import PeerLayout, PeerMemory
+    from lightning_d9d.ops.peer_memory import Notes, PeerLayout, PeerMemory
 
     x, copies = torch.ones(TOKENS, WIDTH, dtype=dtype), torch.ones(TOKENS * TOP_K, WIDTH, dtype=dtype)
     places, weights = torch.zeros(TOKENS, TOP_K, dtype=torch.int32), torch.ones(TOKENS, TOP_K)

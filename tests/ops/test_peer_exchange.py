@@ -14,8 +14,7 @@ from lightning_d9d.modules.dispatch import without_repetitions
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.kernels import peer_exchange as kernels
 from lightning_d9d.ops.moe_permute import Permutation, sort_by_expert
-from lightning_d9d.ops.peer_exchange import Notes
-from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerLayout, PeerMemory
+from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, Notes, PeerLayout, PeerMemory
 from tests.harness.compare import assert_bitwise_equal
 from tests.ops.grid import DEVICES
 

@@ -16,7 +16,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.modules import BalanceConfig, peer_dispatch
 from lightning_d9d.ops.peer_buffers import PeerPlace
 from lightning_d9d.ops.peer_memory import OVERFLOW
-from lightning_d9d.strategy.fit_memory import FitMemory
+from lightning_d9d.strategy.fit_memory import _FRAGMENTS, FitMemory
 from lightning_d9d.strategy.peer_forwards import PeerForwards
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -193,12 +193,13 @@ def test_tokens_of_a_loss_without_room_end_the_fit(rank: RankContext) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_auto_takes_all_to_all_on_the_cpu(rank: RankContext) -> None:
+def test_auto_takes_all_to_all_where_no_gpu_is(rank: RankContext) -> None:
     with heard() as lines:
         _, overflows = fit(rank, ParallelConfig(expert_capacity=2.0))
-    assert overflows == []
-    said = "expert_dispatch='auto' takes all_to_all: experts are not on CUDA devices"
-    assert sum(said in line for line in lines) == (rank.rank == 0)
+    is_cpu = rank.device.type == "cpu"
+    assert (overflows == []) == is_cpu
+    way = "all_to_all: experts are not on CUDA devices" if is_cpu else "peer: the GPUs"
+    assert sum(f"expert_dispatch='auto' takes {way}" in line for line in lines) == (rank.rank == 0)
 
 
 @pytest.mark.ranks(2)
@@ -244,6 +245,35 @@ def test_a_step_that_fits_only_by_all_to_all(rank: RankContext) -> None:
         said = [line for line in lines if "with peer dispatch a step needs" in line]
         assert len(said) == (replaces and rank.rank == 0)
         assert_tensors_close(actual, expected)
+
+
+@pytest.mark.ranks(2)
+def test_more_room_that_a_rank_does_not_have(rank: RankContext) -> None:
+    """Rank 1 has memory for the growth exactly, or one byte less than that; then both take all-to-all."""
+    growths: list[int] = []
+    lacking, there = FitMemory.lacking, 2**40
+    limit = int((1 - _FRAGMENTS) * there)
+
+    def noted(of_fit: FitMemory, room: float) -> int:
+        assert room > 1
+        growths.append(lacking(of_fit, room))
+        return growths[-1]
+
+    expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
+    for spare, replaces in ((limit, True), (0, False), (1, True)):
+        in_use = limit if not growths else limit - growths[0] + spare
+        with heard() as lines, on_devices_that_reach_each_other(rank), pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(FitMemory, "lacking", noted)
+            monkeypatch.setattr(memory, "device_bytes", lambda device: there)
+            monkeypatch.setattr(memory, "most_in_use", lambda device, in_use=in_use: in_use * rank.rank)
+            actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0))
+        assert len(overflows) == (2 if replaces else STEPS)
+        said = [line for line in lines if "GiB more than a rank has" in line]
+        assert len(said) == (replaces and rank.rank == 0)
+        assert_tensors_close(actual, expected)
+    if rank.rank == 1:
+        assert growths[0] > 0
+        assert growths[1:] == [0, 1]
 
 
 @pytest.mark.parametrize("capacity", [0.5, float("nan"), float("inf")])

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.kernels.peer_words import limit_of, now, polled
-from lightning_d9d.ops.peer_exchange import Notes
-from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory
+from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, Notes, PeerMemory
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 _NUM_WARPS = 4
@@ -164,7 +163,7 @@ def take_rest(memory: PeerMemory, table: Tensor, copies: Tensor, rows: Tensor, o
     )
 
 
-def push_sums(memory: PeerMemory, rows: Tensor, places: Tensor, plan: Tensor, weights: Tensor | None) -> None:
+def push_sums(memory: PeerMemory, rows: Tensor, places: Tensor, table: Tensor, weights: Tensor | None) -> None:
     """Write sums of rows into the memory of the ranks that sent the originals."""
     num_ranks = memory.layout.num_ranks
     _push_sums[(ceil_div(len(places), num_ranks) * num_ranks,)](
@@ -173,7 +172,7 @@ def push_sums(memory: PeerMemory, rows: Tensor, places: Tensor, plan: Tensor, we
         rows,
         rows.stride(0),
         places,
-        plan,
+        table,
         weights,
         *_region(memory),
         memory.layout.num_ranks,
@@ -504,20 +503,20 @@ def _take_rest(
 
 @jit
 def _push_sums(
-    pointers, state, rows, stride, places, plan, weights,
+    pointers, state, rows, stride, places, table, weights,
     regions_at, region_bytes, weights_at, copies_at, most_rows, num_ranks, num_rows, width,
     RANKS: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, HAS_NOTES: tl.constexpr,
     COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    end = tl.load(plan + 3 * num_ranks - 1)
+    end = tl.load(table + 3 * num_ranks - 1)
     share = tl.cdiv(end, num_ranks)
     turn, row = tl.program_id(0) % num_ranks, tl.program_id(0) // num_ranks
     source = (turn * share + row).to(tl.int64)  # [Note: turns]
     if (row < share) & (source < end):
         others = tl.arange(0, RANKS)
-        ends = tl.load(plan + 2 * num_ranks + others, mask=others < num_ranks, other=0x7FFFFFFF)
+        ends = tl.load(table + 2 * num_ranks + others, mask=others < num_ranks, other=0x7FFFFFFF)
         rank = tl.sum((ends <= source).to(tl.int32), 0)
-        target_row = source + tl.load(plan + num_ranks + rank)
+        target_row = source + tl.load(table + num_ranks + rank)
         if target_row < most_rows:
             region = regions_at + ((tl.load(state) + 1) & 1).to(tl.int64) * region_bytes
             base = tl.load(pointers + rank) + region
