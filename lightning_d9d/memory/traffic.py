@@ -28,6 +28,8 @@ from lightning_d9d.mesh import Axis
 NUMBERS_OF_A_LOSS = 2
 """Numbers for each token that ranks with parts of the vocabulary exchange."""
 _WIDE = 4
+_FLAG = 4
+"""Bytes that tell another rank that a row has been written into its memory."""
 _MATRICES_OF_EXPERTS = 2
 """Matrices of a layer of experts: gate and up, and down."""
 
@@ -161,16 +163,16 @@ def of_layer(model: RankModel, layer: LayerOfRank, number: int) -> Iterator[Sent
     tp, ep = mesh.tensor_parallel, mesh.expert_parallel
     cp = mesh.context_parallel_shard * mesh.context_parallel_replicate
     again = model.parallel.recompute in ("full", "offload")
-    is_sparse = any(share.weight.cut is Cut.EXPERTS for share in layer.shares)
+    num_experts = next((share.weight.shape[0] for share in layer.shares if share.weight.cut is Cut.EXPERTS), 0)
     width = layer.shares[0].weight.dtype.itemsize
     tokens = model.share_of_row * model.tokens
     hidden = layer.costs.output_bytes / tokens
     if ep > 1 and layer.costs.dispatch_bytes:
         top_k = layer.costs.dispatch_bytes / layer.costs.output_bytes
         rows = tokens * min(top_k, ep) * share_sent(ep)
-        yield _to_experts(model, rows, hidden, round(top_k), number * (2 if again else 1), number)
+        yield _to_experts(model, rows, hidden, num_experts, round(top_k), number * (2 if again else 1), number)
     if tp > 1:
-        times = 2 * (1 if is_sparse else 2)
+        times = 2 * (1 if num_experts else 2)
         ring = number * times * tp * tokens * hidden * share_sent(tp)
         yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring * (1.5 if again else 1), number * times)
         yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, number * times)
@@ -178,22 +180,25 @@ def of_layer(model: RankModel, layer: LayerOfRank, number: int) -> Iterator[Sent
         yield from _of_context(model, layer.shares, tokens * tp, width, cp, number)
 
 
-def _to_experts(model: RankModel, rows: float, hidden: float, top_k: int, forwards: int, backwards: int) -> Sent:
+def _to_experts(
+    model: RankModel, rows: float, hidden: float, num_experts: int, top_k: int, forwards: int, backwards: int
+) -> Sent:
     """Return the messages that send tokens to experts of other ranks and back.
 
     Args:
         model: The run.
         rows: Rows of tokens that a rank sends in a microbatch.
         hidden: Bytes of a token.
+        num_experts: The experts of all ranks.
         top_k: The experts of a token.
         forwards: The number of dispatches. A recomputation does not combine again.
         backwards: The number of backwards, and of combines.
     """
     ep = model.mesh.expert_parallel
     if model.writes_to_peers:
-        counts = ep * 4 * (ep - 1)  # of a rank's tokens, in int32
-        once = rows * (hidden + 2 * top_k * _WIDE) + counts
-        back = rows * (3 * hidden + top_k * _WIDE)
+        counts = (ep + num_experts) * 4 * (ep - 1)  # of a rank's tokens and copies, in int32
+        once = rows * (hidden + 2 * top_k * _WIDE + _FLAG) + counts
+        back = rows * (3 * hidden + top_k * _WIDE + _FLAG)
         of_forward, of_backward, waits = 2, 3, 0
     else:
         once = rows * (hidden + 2 * top_k * _WIDE) + 2 * ep * 8 * (ep - 1)

@@ -1,7 +1,7 @@
 """Sends tokens to experts on other ranks and back by writing into the memory of these ranks, without the host.
 
-[Note: sizes on the device] Every rank learns how many tokens each rank sends to each other rank, and how many copies to
-each expert (`share_counts`). From these numbers it computes on the device at which row of another rank's memory its
+[Note: sizes on the device] Every rank learns how many tokens each rank sends to each other rank (`share_counts`). It
+also learns how many copies go to each expert. From these numbers it computes on the device at which row of another rank's memory its
 tokens begin, and which rows their copies have there. Tensors have the largest possible number of rows (`num_rows`), and
 `offsets` say on the device how many are used. Rows after these are arbitrary.
 

@@ -173,14 +173,14 @@ def test_room_for_copies_is_that_of_more_experts_a_token() -> None:
 
 
 def test_memory_that_peers_write_to() -> None:
-    """Two ranks of 16,384 tokens in bfloat16: twice 32,768 rows, with eight weights and numbers of experts each."""
+    """Two ranks of 16,384 tokens in bfloat16: twice 32,768 rows, each with eight weights and places, and a flag."""
     parallel = ParallelConfig(expert_dispatch="peer", expert_capacity=4.0)
     mesh = MeshConfig(data_parallel_replicate=2, expert_parallel=2)
     model = dataclasses.replace(planned(SPARSE, 4, 4096, mesh=mesh), parallel=parallel)
     (stage,) = model.stages(0).values()
     layer, found = stage.layers[0], model.peak(0)
-    rows = 2 * 32768 * (4096 + 8 * (8 + 4))
-    assert rows <= found.peers == layer.peer_bytes <= rows + 2048
+    rows = 2 * 32768 * (4096 + 8 * (8 + 4) + 4)
+    assert rows <= found.peers == layer.peer_bytes <= rows + 2 * 4 * 2 * (2 + 128) + 2048
     assert layer.wire_bytes == 0
     whole = with_room(scaled(model.costs.layers[0], 4), 1.0)  # all tokens of both ranks are twice an even share
     assert layer.costs.activation_bytes == whole.activation_bytes

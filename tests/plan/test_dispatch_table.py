@@ -72,11 +72,11 @@ def test_messages_of_a_few_ranks(ranks: int, megabytes: int) -> None:
 def test_a_path_sends_what_the_page_says() -> None:
     """Bytes of a token for each row: hidden states four times, then numbers and weights of experts, by path."""
     text = PAGE.read_text()
-    for dispatch, notes in (("all_to_all", 2 * 2 * TOP_K * 4), ("peer", 3 * TOP_K * 4)):
+    for dispatch, notes in (("all_to_all", 2 * 2 * TOP_K * 4), ("peer", 3 * TOP_K * 4 + 2 * 4)):
         parallel = ParallelConfig(expert_dispatch=dispatch)  # type: ignore[arg-type]
         strategy = D9DStrategy(mesh=MeshConfig(data_parallel_shard=8, expert_parallel=8), parallel=parallel)
         found = plan(Qwen3MoePretraining(preset="30b-a3b"), strategy, 8, "h200", rows=4, tokens=4096)
         rows = TOKENS * TOP_K * 7 / 8
-        counts = 8 * 7 * (16 if dispatch == "all_to_all" else 4)
+        counts = 7 * (8 * 16 if dispatch == "all_to_all" else (8 + 128) * 4)
         assert messages(found).num_bytes == rows * (4 * 4096 + notes) + counts
         assert f"| `{dispatch}` | {4 * 4096:,} | {notes} | {counts:,} |" in text
