@@ -95,13 +95,14 @@ class PeerExchange:
         """Return the flags `OVERFLOW` and `LATE`, an int32 on the device; None before the first forward."""
         return None if (memory := self.memory) is None else memory.status
 
-    def grow(self, lacking: Callable[[float], int] = lambda room: 0) -> None:
+    def grow(self, lacking: Callable[[float, float], int] = lambda before, after: 0) -> None:
         """Allocate as much memory as the last batch needed, and clear the flags. Collective; the host waits.
 
         If the exchange is optional and would need too much, all-to-all replaces it.
 
         Args:
-            lacking: The bytes that this rank lacks for the layers, given the new room as a multiple of an even share.
+            lacking: The bytes that this rank lacks for layers with more room, given the room before and after, as
+                multiples of an even share.
 
         Raises:
             RuntimeError: A rank did not arrive in time.
@@ -122,8 +123,8 @@ class PeerExchange:
                 "'peer'"
             )
             return
-        room = self.capacity * num_rows / self._first_rows
-        if self.is_optional and (most := max(self._gather(lacking(room)))) > 0:
+        rooms = (self.capacity * rows / self._first_rows for rows in (self.num_rows, num_rows))
+        if self.is_optional and (most := max(self._gather(lacking(*rooms)))) > 0:
             missing = f"{most / 2**30:.1f} GiB"
             self.replace(f"with room for {num_rows:,} copies of tokens a step needs {missing} more than a rank has")
             return

@@ -1,9 +1,9 @@
 """Sends tokens to experts on other ranks and back by writing into the memory of these ranks, without the host.
 
 [Note: sizes on the device] Every rank learns how many tokens each rank sends to each other rank (`share_counts`). It
-also learns how many copies go to each expert. From these numbers it computes on the device at which row of another rank's memory its
-tokens begin, and which rows their copies have there. Tensors have the largest possible number of rows (`num_rows`), and
-`offsets` say on the device how many are used. Rows after these are arbitrary.
+also learns how many copies go to each expert. From these numbers it computes on the device at which row of another
+rank's memory its tokens begin, and which rows their copies have there. Tensors have the largest possible number of rows
+(`num_rows`), and `offsets` say on the device how many are used. Rows after these are arbitrary.
 
 [Note: overflow] Rows that do not fit are not written, and a bit of `PeerMemory.status` is set on the device. Then all
 results of the forward are invalid, and the caller must run it in another way.

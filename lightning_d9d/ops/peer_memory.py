@@ -120,7 +120,7 @@ class PeerMemory:
         self.state = torch.zeros(5, dtype=torch.int32, device=device)
         """The number of waits, `status`, and the most tokens and the most copies that have come at a time.
 
-        The last number counts programs of a kernel that have ended."""
+        The last number counts programs of an exchange that have written all their tokens."""
 
     @property
     def status(self) -> Tensor:

@@ -167,20 +167,24 @@ class FitMemory:
     def _needed(self) -> int:
         return self.step().of(self._settings).needed
 
-    def lacking(self, room: float) -> int:
-        """Return the bytes that this rank lacks if experts of a rank get more room. Local.
+    def lacking(self, before: float, after: float) -> int:
+        """Return the bytes that this rank lacks if experts of a rank get more room; 0 if that is unknown. Local.
 
         The growth of a step, by arithmetic, is added to the most that was in use so far.
 
         Args:
-            room: Copies of tokens, as a multiple of an even share.
+            before: The room for copies of tokens, as a multiple of an even share.
+            after: The new room.
         """
         step, available = self._step, self._available
         if step is None or step.held is None or available is None:
             return 0
-        microbatch = replace(step.held.microbatch, expert_capacity=room)
-        grown = replace(step, held=replace(step.held, microbatch=microbatch))
-        growth = grown.of(self._settings).needed - step.of(self._settings).needed
+        held, needed = step.held, []
+        for room in (before, after):
+            of_room = replace(held, microbatch=replace(held.microbatch, expert_capacity=room))
+            needed.append(replace(step, held=of_room).of(self._settings).needed)
+        if (growth := needed[1] - needed[0]) <= 0:
+            return 0
         return max(0, growth + memory.most_in_use(self._device) - int((1 - _FRAGMENTS) * available))
 
     def note(self, error: BaseException) -> None:

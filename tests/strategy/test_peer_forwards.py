@@ -254,9 +254,9 @@ def test_more_room_that_a_rank_does_not_have(rank: RankContext) -> None:
     lacking, there = FitMemory.lacking, 2**40
     limit = int((1 - _FRAGMENTS) * there)
 
-    def noted(of_fit: FitMemory, room: float) -> int:
-        assert room > 1
-        growths.append(lacking(of_fit, room))
+    def noted(of_fit: FitMemory, before: float, after: float) -> int:
+        assert 1 == before < after
+        growths.append(lacking(of_fit, before, after))
         return growths[-1]
 
     expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))

@@ -2,9 +2,9 @@
 
 [Note: what runs at a time] `_exchange` has three kinds of programs, in this order, which is that of their starts.
 Writers write tokens into the memory of other ranks, at the rate of the link. Meanwhile the next programs copy this
-rank's tokens for its own experts, at the rate of the device's memory. Readers copy tokens that come from other ranks. Each row
-that comes has a flag. Readers wait for it only while writers of this rank still run, and these wait for nothing. So no
-rank occupies its device in a wait for another rank. `_take_rest` copies rows that came later.
+rank's tokens for its own experts, at the rate of the device's memory. Readers copy tokens that come from other ranks.
+Each row that comes has a flag. Readers wait for it only while writers of this rank still run, and these wait for
+nothing. So no rank occupies its device in a wait for another rank. `_take_rest` copies rows that came later.
 
 [Note: waits] A rank writes its rows into the memory of others, and then the number of the exchange to a flag there. A
 reader waits for the flags of all ranks. See [Note: flags] in `peer_words.py`. Numbers and waits are on the device, so
@@ -234,7 +234,7 @@ def _wait(pointers, own, state, limit, num_ranks, rank, RANKS: tl.constexpr):
     if missing > 0:
         tl.store(state + 1, status | _LATE)
     tl.store(state, epoch)
-    tl.store(state + 4, 0)
+    tl.store(state + 4, 0)  # no writer of the next exchange has ended
     tl.debug_barrier()
 
 
