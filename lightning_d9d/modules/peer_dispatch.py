@@ -85,9 +85,18 @@ class PeerExchange:
 
         Returns:
             Whether there is memory; if not, tokens travel by all-to-all.
+
+        Raises:
+            ConfigError: Another layer has other numbers of experts.
         """
         row_bytes = x.shape[1] * x.element_size()
-        if not self.is_replaced and (self.num_rows == 0 or peer_memory(self.name).layout.row_bytes < row_bytes):
+        layout = peer_memory(self.name).layout if self.num_rows else None
+        if layout is not None and (layout.num_local, layout.top_k) != (num_local, top_k):
+            raise ConfigError(
+                f"expert_dispatch='peer': a layer with {num_local} experts a rank and {top_k} a token cannot share "
+                f"memory with one that has {layout.num_local} and {layout.top_k}; choose 'all_to_all'"
+            )
+        if not self.is_replaced and (layout is None or layout.row_bytes < row_bytes):
             self._allocate(len(x), row_bytes, top_k, num_local, x.device)
         return not self.is_replaced
 
@@ -95,14 +104,14 @@ class PeerExchange:
         """Return the flags `OVERFLOW` and `LATE`, an int32 on the device; None before the first forward."""
         return None if (memory := self.memory) is None else memory.status
 
-    def grow(self, lacking: Callable[[float, float], int] = lambda before, after: 0) -> None:
+    def grow(self, lacking: Callable[[float, float, int], int] = lambda before, after, others: 0) -> None:
         """Allocate as much memory as the last batch needed, and clear the flags. Collective; the host waits.
 
         If the exchange is optional and would need too much, all-to-all replaces it.
 
         Args:
-            lacking: The bytes that this rank lacks for layers with more room, given the room before and after, as
-                multiples of an even share.
+            lacking: The bytes that this rank lacks for layers with more room. Its arguments are the room before and
+                after, as multiples of an even share, and further bytes of the memory that other ranks write to.
 
         Raises:
             RuntimeError: A rank did not arrive in time.
@@ -123,14 +132,15 @@ class PeerExchange:
                 "'peer'"
             )
             return
-        rooms = (self.capacity * rows / self._first_rows for rows in (self.num_rows, num_rows))
-        if self.is_optional and (most := max(self._gather(lacking(*rooms)))) > 0:
+        before, after = (self.capacity * rows / self._first_rows for rows in (self.num_rows, num_rows))
+        larger = layout._replace(num_rows=num_tokens)
+        others = larger.num_bytes - layout.num_bytes
+        if self.is_optional and (most := max(self._gather(lacking(before, after, others)))) > 0:
             missing = f"{most / 2**30:.1f} GiB"
             self.replace(f"with room for {num_rows:,} copies of tokens a step needs {missing} more than a rank has")
             return
         if num_tokens > layout.num_rows:
-            device = memory.own.device
-            self._keep(layout._replace(num_rows=num_tokens), num_rows, device)
+            self._keep(larger, num_rows, memory.own.device)
         else:
             memory.state[1:] = 0
             self.num_rows = num_rows

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.modules import ExpertBalance
 from lightning_d9d.ops.backend import chosen_kernels
 from lightning_d9d.ops.grouped_gemm import chosen_grouped_gemm
@@ -67,12 +67,8 @@ def capture_blocks(
     release_graphs(module)
     if not parallel.cuda_graphs:
         return
-    if mesh is not None and mesh.config.world_size != mesh.config.data_parallel_replicate:
-        raise ConfigError(
-            "ParallelConfig.cuda_graphs=True needs the whole model on each rank: "
-            f"data_parallel_replicate={mesh.config.data_parallel_replicate} must be the number of ranks, "
-            f"{mesh.config.world_size}"
-        )
+    if mesh is not None:
+        _check_whole(mesh.config)
     # Each rank runs a block more than once when it captures it, and some capture when others do not.
     has_loss_of_ranks = dist.is_initialized() and dist.get_world_size() > 1
     if has_loss_of_ranks and any(
@@ -85,6 +81,17 @@ def capture_blocks(
     blocks = list(blocks_of(module, parallel.shard_blocks) if blocks is None else blocks)
     check_blocks(module, blocks, "ParallelConfig.cuda_graphs=True")
     replace_forwards(blocks, _forward, "ParallelConfig.cuda_graphs=True")
+
+
+def _check_whole(config: MeshConfig) -> None:
+    needs = "ParallelConfig.cuda_graphs=True needs the whole model on each rank"
+    if config.world_size != config.data_parallel_replicate:
+        raise ConfigError(
+            f"{needs}: data_parallel_replicate={config.data_parallel_replicate} must be the number of ranks, "
+            f"{config.world_size}"
+        )
+    if config.expert_parallel > 1:
+        raise ConfigError(f"{needs}: expert_parallel={config.expert_parallel} must be 1")
 
 
 def release_graphs(module: nn.Module) -> None:

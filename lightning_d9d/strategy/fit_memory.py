@@ -167,25 +167,31 @@ class FitMemory:
     def _needed(self) -> int:
         return self.step().of(self._settings).needed
 
-    def lacking(self, before: float, after: float) -> int:
+    def lacking(self, before: float, after: float, others: int) -> int:
         """Return the bytes that this rank lacks if experts of a rank get more room; 0 if that is unknown. Local.
 
-        The growth of a step, by arithmetic, is added to the most that was in use so far.
+        A step needs what it takes by arithmetic. It also needs its growth and the most that was in use so far, which
+        may not have optimizer states yet.
 
         Args:
             before: The room for copies of tokens, as a multiple of an even share.
             after: The new room.
+            others: Further bytes of the memory that other ranks write to.
         """
-        step, available = self._step, self._available
-        if step is None or step.held is None or available is None:
+        if self._available is None:
             return 0
-        held, needed = step.held, []
-        for room in (before, after):
-            of_room = replace(held, microbatch=replace(held.microbatch, expert_capacity=room))
-            needed.append(replace(step, held=of_room).of(self._settings).needed)
-        if (growth := needed[1] - needed[0]) <= 0:
+        old, new = self._needed_with(before), self._needed_with(after)
+        if old is None or new is None or (growth := new - old + others) <= 0:
             return 0
-        return max(0, growth + memory.most_in_use(self._device) - int((1 - _FRAGMENTS) * available))
+        in_use = growth + memory.most_in_use(self._device)
+        return max(0, new + others - self._available, in_use - int((1 - _FRAGMENTS) * self._available))
+
+    def _needed_with(self, room: float) -> int | None:
+        """Return the bytes of a step with this room for copies of tokens; None if they are unknown."""
+        if self._step is None or (held := self._step.held) is None:
+            return None
+        held = replace(held, microbatch=replace(held.microbatch, expert_capacity=room))
+        return replace(self._step, held=held).of(self._settings).needed
 
     def note(self, error: BaseException) -> None:
         """Add the contents of the memory to an error that it ran out, and settings that take less. Local."""

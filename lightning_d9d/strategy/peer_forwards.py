@@ -46,7 +46,7 @@ class PeerForwards:
         module: D9DModule,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        lacking: Callable[[float, float], int],
+        lacking: Callable[[float, float, int], int],
         *,
         is_optional: bool = False,
     ) -> None:

@@ -12,8 +12,8 @@ from tests.benchmarks.profile_picture import alone, draw, kernels_of, kind_of, l
 
 FORWARD, BACKWARD = "cudnn_sdpa_fprop", "cudnn_sdpa_bprop"
 STEP = [
-    (FORWARD, 7, 0, 10), ("_push", 7, 10, 14), ("cutlass::device_kernel", 7, 14, 40),
-    (FORWARD, 7, 40, 50), ("_push", 9, 50, 54), ("_take", 7, 52, 60),
+    (FORWARD, 7, 0, 10), ("_exchange", 7, 10, 14), ("cutlass::device_kernel", 7, 14, 40),
+    (FORWARD, 7, 40, 50), ("_exchange", 9, 50, 54), ("_take_rest", 7, 52, 60),
     (BACKWARD, 7, 60, 80), ("ncclDevKernel_AllReduce_Sum", 20, 80, 90), ("nvjet", 7, 85, 95),
     (BACKWARD, 7, 100, 120),
 ]  # fmt: skip
@@ -31,7 +31,7 @@ def trace(folder: Path) -> Path:
 
 def test_kinds() -> None:
     kinds = ["messages of experts", "sums of gradients", "copies of tokens", "experts' products", "all else"]
-    names = ["ncclDevKernel_SendRecv", "ncclDevKernel_AllReduce", "_take", "cutlass::device_kernel", "_rms_norm"]
+    names = ["ncclDevKernel_SendRecv", "ncclDevKernel_AllReduce", "_take_rest", "cutlass::device_kernel", "_rms_norm"]
     assert [kind_of(name) for name in names] == kinds
 
 

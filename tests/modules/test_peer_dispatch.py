@@ -267,6 +267,22 @@ def test_exchanges_of_two_models_in_turn(rank: RankContext) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_layer_with_other_numbers_of_experts_is_refused(rank: RankContext) -> None:
+    exchange = PeerExchange(rank.group)
+    x, indices, weights, _ = on_device(make_tokens(rank.rank, "natural", dtype=torch.float32), rank)
+    PeerDispatch(NUM_EXPERTS, rank.group, exchange).dispatch(x.requires_grad_(), indices, weights)
+    num_local, top_k = NUM_EXPERTS // 2, indices.shape[1]
+    for more, fewer in ((1, 0), (0, 1)):
+        own, chosen = num_local + more, top_k - fewer
+        match = (
+            f"{own} experts a rank and {chosen} a token cannot share memory with one that has {num_local} and {top_k}"
+        )
+        with pytest.raises(ConfigError, match=match):
+            PeerDispatch(2 * own, rank.group, exchange).dispatch(x, indices[:, :chosen], weights[:, :chosen])
+    exchange.close()
+
+
+@pytest.mark.ranks(2)
 def test_experts_that_ranks_do_not_divide_are_refused(rank: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"7 experts cannot be distributed evenly over the 2 ranks \[0, 1\]"):
         PeerDispatch(7, rank.group)

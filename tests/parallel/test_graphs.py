@@ -287,6 +287,10 @@ def test_replicas_but_no_parts_of_a_model(rank: RankContext) -> None:
             with pytest.raises(ConfigError, match=r"data_parallel_replicate=1 must be the number of ranks, 2"):
                 parallelize_qwen3_moe(model, domains, CAPTURED)
         domains.close()
+    domains = MeshDomains.build(MeshConfig(data_parallel_replicate=2, expert_parallel=2), rank.device.type)
+    with pytest.raises(ConfigError, match=r"needs the whole model on each rank: expert_parallel=2 must be 1"):
+        capture_blocks(make_qwen3(torch.float32)[0], CAPTURED, domains)
+    domains.close()
 
 
 @pytest.mark.ranks(2)

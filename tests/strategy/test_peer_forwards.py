@@ -249,22 +249,27 @@ def test_a_step_that_fits_only_by_all_to_all(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_more_room_that_a_rank_does_not_have(rank: RankContext) -> None:
-    """Rank 1 has memory for the growth exactly, or one byte less than that; then both take all-to-all."""
-    growths: list[int] = []
-    lacking, there = FitMemory.lacking, 2**40
-    limit = int((1 - _FRAGMENTS) * there)
+    """Rank 1 has memory for the growth exactly, or one byte less than that; then both take all-to-all.
 
-    def noted(of_fit: FitMemory, before: float, after: float) -> int:
+    The memory is what is not in use, and then what a step needs by arithmetic.
+    """
+    lacks, needs = [], []
+    lacking, needed_with, there = FitMemory.lacking, FitMemory._needed_with, 2**40
+
+    def noted(of_fit: FitMemory, before: float, after: float, others: int) -> int:
         assert 1 == before < after
-        growths.append(lacking(of_fit, before, after))
-        return growths[-1]
+        lacks.append(lacking(of_fit, before, after, others))
+        needs.append((needed_with(of_fit, after) or 0) + others)
+        return lacks[-1]
 
     expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
-    for spare, replaces in ((limit, True), (0, False), (1, True)):
-        in_use = limit if not growths else limit - growths[0] + spare
+    limit = int((1 - _FRAGMENTS) * there)
+    for case, replaces in enumerate((True, False, True, False, True)):
+        in_use = limit if case == 0 else limit - lacks[0] + (case == 2) if case < 3 else 0
+        there = 2**40 if case < 3 else needs[0] - (case == 4) * rank.rank
         with heard() as lines, on_devices_that_reach_each_other(rank), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(FitMemory, "lacking", noted)
-            monkeypatch.setattr(memory, "device_bytes", lambda device: there)
+            monkeypatch.setattr(memory, "device_bytes", lambda device, there=there: there)
             monkeypatch.setattr(memory, "most_in_use", lambda device, in_use=in_use: in_use * rank.rank)
             actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0))
         assert len(overflows) == (2 if replaces else STEPS)
@@ -272,8 +277,8 @@ def test_more_room_that_a_rank_does_not_have(rank: RankContext) -> None:
         assert len(said) == (replaces and rank.rank == 0)
         assert_tensors_close(actual, expected)
     if rank.rank == 1:
-        assert growths[0] > 0
-        assert growths[1:] == [0, 1]
+        assert lacks[0] > 0
+        assert lacks[1:] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("capacity", [0.5, float("nan"), float("inf")])

@@ -2,7 +2,8 @@
 
 [Note: flags] A rank writes into the memory of another. Then, in a separate kernel, it writes a number to a word there
 (release, for all devices). A reader waits for that number (acquire), and sees all that was written before. A wait has a
-time limit.
+time limit. One kernel may do both, for what one of its programs has written: a barrier of the program's threads stands
+between writes and number. The same holds for a reader and what its program reads.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
