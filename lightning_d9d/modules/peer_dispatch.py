@@ -18,6 +18,7 @@ from lightning_d9d.modules.dispatch import AllToAllDispatch, DispatchedTokens, w
 from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.collectives import group_named
 from lightning_d9d.ops.moe_permute import Permutation, sort_by_expert
+from lightning_d9d.ops.peer_buffers import gathered_objects
 from lightning_d9d.ops.peer_exchange import PeerPlan, peer_combine, peer_dispatch, share_counts
 from lightning_d9d.ops.peer_memory import (
     LATE,
@@ -121,8 +122,8 @@ class PeerExchange:
             return
         _, status, tokens, copies, _ = memory.state.tolist()
         self.check(status)
-        layout = memory.layout
-        tokens, copies = (max(each) for each in zip(*self._gather((tokens, copies)), strict=True))
+        layout, group = memory.layout, group_named(self.group_name)
+        tokens, copies = (max(each) for each in zip(*gathered_objects(group, (tokens, copies)), strict=True))
         num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * SPARE_ROOM)
         num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * SPARE_ROOM)
         if self.is_optional and copies > _MOST_GROWTH * self._first_rows:
@@ -135,7 +136,7 @@ class PeerExchange:
         before, after = (self.capacity * rows / self._first_rows for rows in (self.num_rows, num_rows))
         larger = layout._replace(num_rows=num_tokens)
         others = larger.num_bytes - layout.num_bytes
-        if self.is_optional and (most := max(self._gather(lacking(before, after, others)))) > 0:
+        if self.is_optional and (most := max(gathered_objects(group, lacking(before, after, others)))) > 0:
             missing = f"{most / 2**30:.1f} GiB"
             self.replace(f"with room for {num_rows:,} copies of tokens a step needs {missing} more than a rank has")
             return
@@ -166,18 +167,12 @@ class PeerExchange:
             logger.warning("expert_dispatch='auto' takes all_to_all from now on: %s", reason)
 
     def _allocate(self, num_tokens: int, row_bytes: int, top_k: int, num_local: int, device: torch.device) -> None:
-        most = max(1, *self._gather(num_tokens))
+        most = max(1, *gathered_objects(group_named(self.group_name), num_tokens))
         # No rank has more to send. More than that arrives only where the load is very uneven.
         layout = PeerLayout(self.num_ranks, num_local, most * min(self.num_ranks, top_k), row_bytes, top_k)
         worst = self.num_ranks * most * min(top_k, num_local)
         self._first_rows = min(worst, math.ceil(self.capacity * most * top_k))
         self._keep(layout, self._first_rows, device)
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Return the value of each rank of the group. Collective; the host waits."""
-        found: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(found, value, group=group_named(self.group_name))
-        return found
 
     def _keep(self, layout: PeerLayout, num_rows: int, device: torch.device) -> None:
         self.close()

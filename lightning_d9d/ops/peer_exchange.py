@@ -185,10 +185,8 @@ def _exchange_reference(
         if notes is not None:
             is_there = notes.experts[tokens] // layout.num_local == rank
             there = (notes.numbers + notes.shifts[notes.experts])[tokens].clamp(max=len(rows))
-            to_weights[targets], to_copies[targets] = (
-                notes.weights[tokens].to(wide),
-                torch.where(is_there, there, len(rows)),
-            )
+            to_weights[targets] = notes.weights[tokens].to(wide)
+            to_copies[targets] = torch.where(is_there, there, len(rows))
         if rank == memory.rank:
             _spread(memory, targets, turn, copies, rows, None if notes is None else notes.of_rows)
 
