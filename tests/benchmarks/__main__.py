@@ -28,6 +28,7 @@ NAMES = (
     "tensor",
     "context",
     "expert_dispatch",
+    "expert_messages",
     "ops",
     "train_step",
     "adapters",
@@ -56,10 +57,11 @@ SELECTIONS = {
     "data": ("file_gib", "memory"),
     "whole_model": (
         *("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
-        *("accumulate", "deterministic", "folder"),
+        *("accumulate", "deterministic", "folder", "mesh", "routing", "profile"),
     ),
+    "expert_messages": ("layers", "steps"),
     "plan_runs": ("gpus",),
-    "expert_peers": ("layers", "contenders", "steps", "rows", "recompute", "seconds"),
+    "expert_peers": ("gpus", "layers", "contenders", "steps", "rows", "recompute", "seconds"),
     "replica_loss": ("steps", "rows", "rates"),
 }
 """Options of single benchmarks."""
@@ -128,7 +130,17 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--memory", choices=("held", "free"), help="of `data`: whether others hold memory; default: held"
     )
-    parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model` and `plan_runs`")
+    parser.add_argument(
+        "--gpus", type=int, choices=(1, 2, 4, 8), help="of `whole_model`, `plan_runs` and `expert_peers`"
+    )
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        metavar="AXIS=RANKS",
+        help="of `whole_model`: the axes of `MeshConfig`; default: the YAML's",
+    )
+    parser.add_argument("--profile", type=int, help="of `whole_model`: the number of last steps that are profiled")
+    parser.add_argument("--routing", choices=("natural", "even"), help="of `whole_model`; even forces the choices")
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
     parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
     parser.add_argument(

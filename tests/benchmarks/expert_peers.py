@@ -1,7 +1,7 @@
-"""Steps of Qwen3-30B-A3B on two GPUs, with its experts spread over both: ours by `Trainer`, transformers, torchtitan.
+"""Steps of Qwen3-30B-A3B on several GPUs, with its experts spread over all: ours, transformers, torchtitan.
 
     python -m tests.benchmarks expert_peers --layers 16
-    python -m tests.benchmarks expert_peers --contenders ours transformers torchtitan
+    python -m tests.benchmarks expert_peers --gpus 4 --contenders ours transformers torchtitan
 
 All contenders have equal weights in bfloat16, take the same tokens and keep states of AdamW in bfloat16. All sum
 gradients in bfloat16, recompute each block, and neither clip nor log. Peers spread the model in their own ways:
@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.expert_peers_job import FIRST_STEPS, NUM_RANKS, Job
+from tests.benchmarks.expert_peers_job import FIRST_STEPS, Job
 from tests.benchmarks.frame import LOSS_TOLERANCE, spread
 from tests.benchmarks.plan_runs import finish
 
@@ -60,12 +60,13 @@ class PeersCase:
     @property
     def num_processes(self) -> int:
         """One a GPU."""
-        return NUM_RANKS
+        return next(iter(self.jobs.values())).num_ranks
 
 
 def cases(
     device_type: str,
     quick: bool,
+    gpus: int = 2,
     layers: int | None = None,
     contenders: Sequence[str] = tuple(CONTENDERS),
     steps: int = 9,
@@ -82,9 +83,9 @@ def cases(
     work: dict[str, Any] = {"preset": "30b-a3b", "layers": layers or 48, "tokens": 4096}
     if is_tiny:
         work = {"preset": "tiny", "layers": layers or 2, "tokens": 64}
-    work |= {"device_type": device_type, "rows": rows, "steps": steps, "recompute": recompute}
+    work |= {"num_ranks": gpus, "device_type": device_type, "rows": rows, "steps": steps, "recompute": recompute}
     jobs = {name: Job(**CONTENDERS[name], **work) for name in contenders}
-    return [PeersCase(f"{work['layers']} layers on 2 ranks", jobs, seconds, not is_tiny)]
+    return [PeersCase(f"{work['layers']} layers on {gpus} ranks", jobs, seconds, not is_tiny)]
 
 
 def run_case(case: PeersCase, device_type: str) -> dict[str, Any]:
@@ -115,7 +116,14 @@ def measured(name: str, job: Job, seconds: float) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "measured.json"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(job.num_ranks),
+        ]
         command = [*launcher, "-m", "tests.benchmarks.expert_peers_job", json.dumps(asdict(job)), str(output)]
         failed = finish(command, Path(folder) / "log", seconds, {} if name == OURS else _FRAGMENTS)
         found = {"failed": failed} if failed else json.loads(output.read_text())

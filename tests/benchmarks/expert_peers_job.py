@@ -1,4 +1,4 @@
-"""A process of `expert_peers`: one contender trains for some steps on two ranks, with its time, memory and loss."""
+"""A process of `expert_peers`: one contender trains for some steps on several ranks, with its time, memory and loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from tests.benchmarks.pipeline import fill, fill_by_name, values_by_name
 from tests.benchmarks.plan_runs_job import Rows
 from tests.benchmarks.train_step import config_of_transformers
 
-NUM_RANKS = 2
 FIRST_STEPS = 3
 """The first steps, which are not timed."""
 
@@ -46,8 +45,9 @@ class Job:
     """What a contender trains. The learning rate is 0, so weights, the choice of experts and losses stay equal."""
 
     package: str
+    num_ranks: int = 2
     spreads: bool = True
-    """Whether each rank has half of the experts."""
+    """Whether experts are spread over the ranks."""
     compiles: bool = False
     device_type: str
     preset: str
@@ -76,8 +76,8 @@ class Job:
 
 def loader(job: Job) -> DataLoader[dict[str, Tensor]]:
     """Return the batches of this rank, the same for every contender."""
-    data = Rows(job.steps * NUM_RANKS * job.rows, job.tokens, job.config.vocab_size)
-    sampler = DistributedSampler(data, num_replicas=NUM_RANKS, rank=int(os.environ["RANK"]), shuffle=False)
+    data = Rows(job.steps * job.num_ranks * job.rows, job.tokens, job.config.vocab_size)
+    sampler = DistributedSampler(data, num_replicas=job.num_ranks, rank=int(os.environ["RANK"]), shuffle=False)
     return DataLoader(data, batch_size=job.rows, sampler=sampler, pin_memory=job.device_type == "cuda")
 
 
@@ -144,7 +144,7 @@ def train_ours(job: Job) -> dict[str, Any]:
     optimizer = functools.partial(StochasticAdamW, lr=0.0, state_dtype=job.dtype)
     module = Qwen3MoePretraining(job.config, optimizer=optimizer)
     strategy = D9DStrategy(
-        mesh=MeshConfig(data_parallel_replicate=NUM_RANKS, expert_parallel=NUM_RANKS if job.spreads else 1),
+        mesh=MeshConfig(data_parallel_replicate=job.num_ranks, expert_parallel=job.num_ranks if job.spreads else 1),
         parallel=ParallelConfig(recompute=job.recompute, compile=job.compiles),
         grad_sync=GradSyncConfig(dtype=job.name_of_dtype),  # type: ignore[arg-type]
     )
@@ -153,7 +153,7 @@ def train_ours(job: Job) -> dict[str, Any]:
         trainer = L.Trainer(
             strategy=strategy,
             accelerator="gpu" if job.device_type == "cuda" else "cpu",
-            devices=NUM_RANKS,
+            devices=job.num_ranks,
             precision="bf16-true" if job.dtype == torch.bfloat16 else "32-true",
             max_steps=job.steps,
             callbacks=[measure],
@@ -172,7 +172,7 @@ def train_transformers(job: Job) -> dict[str, Any]:
     from transformers import Qwen3MoeForCausalLM
     from transformers.distributed import DistributedConfig
 
-    distributed = DistributedConfig(fsdp_size=NUM_RANKS, ep_size=NUM_RANKS if job.spreads else 1)
+    distributed = DistributedConfig(fsdp_size=job.num_ranks, ep_size=job.num_ranks if job.spreads else 1)
     _, _, meshes = Qwen3MoeForCausalLM.prepare_distribute_model(distributed)
     device = _device(job)
     config = config_of_transformers(job.config, "grouped_mm")
@@ -207,7 +207,14 @@ def train_torchtitan(job: Job) -> dict[str, Any]:
     parallel_dims: Any = parts["distributed.parallel_dims"]
     parallel_dims.device_type = device.type  # it knows GPUs only
     dims = parallel_dims.ParallelDims(
-        dp_replicate=1, dp_shard=NUM_RANKS, cp=1, tp=1, pp=1, ep=NUM_RANKS if job.spreads else 1, etp=1, world_size=2
+        dp_replicate=1,
+        dp_shard=job.num_ranks,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=job.num_ranks if job.spreads else 1,
+        etp=1,
+        world_size=job.num_ranks,
     )
     settings = parts["config"].JobConfig()
     settings.training.seq_len = job.tokens
@@ -226,7 +233,7 @@ def train_torchtitan(job: Job) -> dict[str, Any]:
         _fill_torchtitan(network, device)
     network.train()
     summed_loss = parts["components.loss"].build_cross_entropy_loss(settings)
-    num_tokens = NUM_RANKS * job.rows * job.tokens
+    num_tokens = job.num_ranks * job.rows * job.tokens
 
     def mean_loss(ids: Tensor, labels: Tensor) -> Tensor:
         return summed_loss(network(ids), labels) / num_tokens  # its shards add gradients up
@@ -353,9 +360,9 @@ def train_peer(
         optimizer.step()
         optimizer.zero_grad()
         meter.step_done()
-    loss = loss.detach() * (NUM_RANKS if of_all_ranks else 1)
+    loss = loss.detach() * (job.num_ranks if of_all_ranks else 1)
     dist.all_reduce(loss)
-    meter.loss = loss.item() / NUM_RANKS
+    meter.loss = loss.item() / job.num_ranks
     return meter.measured()
 
 

@@ -45,7 +45,7 @@ FIRST_STEPS = 5
 """The number of first steps that the median leaves out."""
 MOST_OF_FALL = 0.05
 """Difference of the losses of a resumed run, as a share of what training took off the loss."""
-LEAST_TOKENS_PER_S = {1: 13_000, 2: 12_000}
+LEAST_TOKENS_PER_S = {1: 13_000, 2: 13_500, 8: 15_000}
 """The least tokens/s of a GPU for the whole model, by the number of GPUs."""
 _BLOCK = 2**24
 _RAW_BYTES = 2**33
@@ -73,12 +73,31 @@ class ModelCase:
     """The folder of the files; None for one that is removed."""
     raw_bytes: int = _RAW_BYTES
     judges: bool = False
+    mesh: Mapping[str, int] | None = None
+    """The axes of the mesh that have more than one rank; None for those of the YAML."""
+    routing: str = "natural"
+    """`even` forces the choice of experts."""
+    profile: int = 0
+    """The number of last steps that are profiled on all ranks, into `profile` of `$OUT` or of the folder of the run."""
+    expert_dispatch: str | None = None
+    more_callbacks: tuple[Mapping[str, Any], ...] = ()
     conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def step_of_checkpoint(self) -> int:
         """A quarter before the end, and the only one: twice as many steps are not taken."""
         return self.steps - self.steps // 4
+
+    @property
+    def share_of_tokens(self) -> float:
+        """The tokens of a batch that are a GPU's, as a share: below 1 if several GPUs work on each row."""
+        mesh = self.mesh or {"data_parallel_replicate": self.num_processes}
+        ranks = mesh.get("data_parallel_replicate", 1) * mesh.get("data_parallel_shard", 1)
+        return ranks / self.num_processes
+
+    def profile_folder(self, folder: Path) -> Path:
+        """Return the folder of profiles."""
+        return Path(os.environ.get("OUT", folder)) / "profile"
 
 
 def cases(
@@ -96,6 +115,9 @@ def cases(
     accumulate: int | None = None,
     deterministic: bool | None = None,
     folder: Path | None = None,
+    mesh: Sequence[str] | None = None,
+    routing: str | None = None,
+    profile: int | None = None,
 ) -> list[ModelCase]:
     """The 30b-a3b geometry with some of its layers, or all; on a CPU a tiny one."""
     if unknown := set(parts) - set(PARTS):
@@ -106,6 +128,8 @@ def cases(
         raise ValueError("the part resume needs train and save, or the --folder of a command that had them")
     given: dict[str, Any] = {"tokens": tokens, "rows": rows, "recompute": recompute, "states": states}
     given |= {"accumulate": accumulate, "deterministic": deterministic, "folder": folder}
+    axes = None if mesh is None else {name: int(ranks) for name, _, ranks in (each.partition("=") for each in mesh)}
+    given |= {"mesh": axes, "routing": routing, "profile": profile}
     case = ModelCase(
         name=f"{layers or config.num_hidden_layers} layers on {gpus} {'GPU' if gpus == 1 else 'GPUs'}",
         config=replace(
@@ -235,8 +259,13 @@ def _run_job(case: ModelCase, folder: Path, device_type: str, part: str) -> None
 
 
 def _yaml(case: ModelCase) -> dict[str, Any]:
-    name = {1: "one_gpu", 2: "two_gpus"}[case.num_processes]
-    return yaml.safe_load((EXAMPLES / f"30b_a3b_{name}.yaml").read_text())
+    name = {1: "one_gpu", 2: "two_gpus"}.get(case.num_processes, "eight_gpus")
+    found = yaml.safe_load((EXAMPLES / f"30b_a3b_{name}.yaml").read_text())
+    axes = {"data_parallel_replicate": case.num_processes, "expert_parallel": case.num_processes}
+    if case.mesh is not None or name == "eight_gpus":
+        found["trainer"]["strategy"]["init_args"]["mesh"] = axes if case.mesh is None else dict(case.mesh)
+    found["trainer"]["devices"] = case.num_processes
+    return found
 
 
 def settings(case: ModelCase, folder: Path, device_type: str, part: str) -> dict[str, Any]:
@@ -260,6 +289,8 @@ def settings(case: ModelCase, folder: Path, device_type: str, part: str) -> dict
         trainer["strategy"]["init_args"]["parallel"]["recompute"] = case.recompute
     trainer |= {"accelerator": device_type, "default_root_dir": str(folder / "output"), "max_steps": case.steps}
     trainer |= {"limit_val_batches": 0, "enable_progress_bar": False, "enable_model_summary": False}
+    if case.expert_dispatch is not None:
+        trainer["strategy"]["init_args"]["parallel"]["expert_dispatch"] = case.expert_dispatch
     saves, exports = trainer["callbacks"]
     saves["init_args"]["every_n_train_steps"] = case.step_of_checkpoint
     is_last = part == "resume" or "resume" not in case.parts
@@ -272,6 +303,13 @@ def settings(case: ModelCase, folder: Path, device_type: str, part: str) -> dict
         del trainer["strategy"]["init_args"]["checkpoint"]
     if "export" in case.parts and is_last:
         trainer["callbacks"].append(exports)
+    if case.routing == "even":
+        trainer["callbacks"].append({"class_path": "tests.benchmarks.even_routing.EvenRouting"})
+    if case.profile and part == "train":
+        steps = {"first_step": case.steps + 1 - case.profile, "last_step": case.steps}
+        profile = {**steps, "directory": str(case.profile_folder(folder)), "ranks": "all", "memory": "never"}
+        trainer["callbacks"].append({"class_path": "StepProfile", "init_args": profile})
+    trainer["callbacks"] += case.more_callbacks
     return found
 
 
@@ -282,13 +320,14 @@ def summary(case: ModelCase, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
         part: {int(row["what"].split()[1]): row for row in rows if row["part"] == part and row["what"][:5] == "step "}
         for part in ("train", "resume")
     }
-    trained = [row for step, row in steps["train"].items() if step > FIRST_STEPS and "kind" not in row]
+    timed = range(FIRST_STEPS + 1, case.steps + 1 - case.profile)
+    trained = [row for step, row in steps["train"].items() if step in timed and "kind" not in row]
     if trained:
         low, median, high = spread([row["seconds"] for row in trained])
-        tokens = case.tokens * (case.rows or 1) * case.accumulate
+        tokens = case.tokens * (case.rows or 1) * case.accumulate * case.share_of_tokens
         found["tokens_per_s"] = {"median": tokens / median, "low": tokens / high, "high": tokens / low}
-        least = LEAST_TOKENS_PER_S[case.num_processes]
-        if case.judges:
+        least = LEAST_TOKENS_PER_S.get(case.num_processes, 0)
+        if case.judges and least:
             found["verdicts"].append("met" if tokens / median >= least else "missed")
     if steps["resume"]:
         pairs = [(steps["train"][step]["loss"], row["loss"]) for step, row in steps["resume"].items()]

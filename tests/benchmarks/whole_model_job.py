@@ -82,10 +82,10 @@ def write_weights(folder: Path, config: Qwen3MoeConfig, device_type: str) -> Non
 
 
 def write_tokens(path: Path, vocab_size: int, num_rows: int, length: int) -> None:
-    """Write made-up tokens, one document a row and one more, as `prepare-data` writes tokens of texts."""
+    """Write made-up tokens, one document a row, as `prepare-data` writes tokens of texts. Some rows are held out."""
     writer = TokenFileWriter(path, smallest_dtype(vocab_size))
     generator = np.random.default_rng(0)
-    for _ in range(num_rows + 2):
+    for _ in range(num_rows + max(2, num_rows // 64)):
         ids = (vocab_size * generator.random(length) ** _SKEW).astype(np.int64)
         writer.add_joined(ids, np.array([length]))
     writer.finish()
