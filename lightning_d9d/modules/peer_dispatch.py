@@ -22,6 +22,7 @@ from lightning_d9d.ops.peer_buffers import gathered_objects
 from lightning_d9d.ops.peer_exchange import PeerPlan, peer_combine, peer_dispatch, share_counts
 from lightning_d9d.ops.peer_memory import (
     LATE,
+    LEAST_SPARE_ROOM,
     SPARE_ROOM,
     PeerLayout,
     PeerMemory,
@@ -106,9 +107,10 @@ class PeerExchange:
         return None if (memory := self.memory) is None else memory.status
 
     def grow(self, lacking: Callable[[float, float, int], int] = lambda before, after, others: 0) -> None:
-        """Allocate as much memory as the last batch needed, and clear the flags. Collective; the host waits.
+        """Allocate as much memory as the last batch needed, with spare room, and clear the flags.
 
-        If the exchange is optional and would need too much, all-to-all replaces it.
+        Collective; the host waits. If the exchange is optional and would need too much even with the least spare room,
+        all-to-all replaces it.
 
         Args:
             lacking: The bytes that this rank lacks for layers with more room. Its arguments are the room before and
@@ -124,8 +126,6 @@ class PeerExchange:
         self.check(status)
         layout, group = memory.layout, group_named(self.group_name)
         tokens, copies = (max(each) for each in zip(*gathered_objects(group, (tokens, copies)), strict=True))
-        num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * SPARE_ROOM)
-        num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * SPARE_ROOM)
         if self.is_optional and copies > _MOST_GROWTH * self._first_rows:
             self.replace(
                 f"experts of a rank had {copies:,} copies of tokens, and room for {self._first_rows:,}. With so "
@@ -133,10 +133,16 @@ class PeerExchange:
                 "'peer'"
             )
             return
-        before, after = (self.capacity * rows / self._first_rows for rows in (self.num_rows, num_rows))
-        larger = layout._replace(num_rows=num_tokens)
-        others = larger.num_bytes - layout.num_bytes
-        if self.is_optional and (most := max(gathered_objects(group, lacking(before, after, others)))) > 0:
+        for spare in (SPARE_ROOM, LEAST_SPARE_ROOM):
+            num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * spare)
+            num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * spare)
+            before, after = (self.capacity * rows / self._first_rows for rows in (self.num_rows, num_rows))
+            larger = layout._replace(num_rows=num_tokens)
+            lacks = lacking(before, after, larger.num_bytes - layout.num_bytes) if self.is_optional else 0
+            most = max(gathered_objects(group, lacks))
+            if most == 0:
+                break
+        else:
             missing = f"{most / 2**30:.1f} GiB"
             self.replace(f"with room for {num_rows:,} copies of tokens a step needs {missing} more than a rank has")
             return

@@ -16,6 +16,8 @@ OVERFLOW, LATE = 1, 2
 """Bits of `PeerMemory.status`: more rows than fit; a rank that did not arrive in time."""
 SPARE_ROOM = 1.25
 """Memory that is allocated again, because tokens had no room, has this many times the needed size."""
+LEAST_SPARE_ROOM = 1.05
+"""The same where a device lacks memory for more."""
 _WEIGHT_BYTES = 8
 """A weight is float32, or float64 for tests."""
 _MEMORIES: dict[str, PeerMemory] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,9 @@ def even_choices(num_tokens: int, num_experts: int, top_k: int, rank: int = 0, n
     Each rank has the choices of the first one, turned by its share of the experts. So all ranks send and receive the
     same numbers of tokens.
     """
-    generator = torch.Generator().manual_seed(0)
-    choices = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices
-    return (choices + rank * num_experts // num_ranks) % num_experts
+    # Not by torch: the first forward calls this, and a selective recomputation would miss the operators.
+    choices = np.random.default_rng(0).random((num_tokens, num_experts)).argpartition(top_k)[:, :top_k]
+    return torch.from_numpy((choices + rank * num_experts // num_ranks) % num_experts)
 
 
 class EvenRouting(L.Callback):

@@ -3,7 +3,7 @@
     python -m tests.benchmarks whole_model --gpus 1 --layers 20
 
 Weights are written by this package's exporter. A job trains from `examples/qwen3_moe/30b_a3b_one_gpu.yaml`, or that for
-two GPUs, and saves a checkpoint while it goes on. A second job resumes from it; its losses are compared. It exports.
+more GPUs, and saves a checkpoint while it goes on. A second job resumes from it; its losses are compared. It exports.
 Each row is printed as soon as it is known.
 
 Only what has to differ from the YAML differs: data are made-up tokens, there is one checkpoint a quarter before the
@@ -259,12 +259,10 @@ def _run_job(case: ModelCase, folder: Path, device_type: str, part: str) -> None
 
 
 def _yaml(case: ModelCase) -> dict[str, Any]:
-    name = {1: "one_gpu", 2: "two_gpus"}.get(case.num_processes, "eight_gpus")
+    name = {1: "one_gpu", 2: "two_gpus", 4: "four_gpus", 8: "eight_gpus"}[case.num_processes]
     found = yaml.safe_load((EXAMPLES / f"30b_a3b_{name}.yaml").read_text())
-    axes = {"data_parallel_replicate": case.num_processes, "expert_parallel": case.num_processes}
-    if case.mesh is not None or name == "eight_gpus":
-        found["trainer"]["strategy"]["init_args"]["mesh"] = axes if case.mesh is None else dict(case.mesh)
-    found["trainer"]["devices"] = case.num_processes
+    if case.mesh is not None:
+        found["trainer"]["strategy"]["init_args"]["mesh"] = dict(case.mesh)
     return found
 
 

@@ -24,7 +24,7 @@ from tests.harness.warm import python_path, run_command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "qwen3_moe"
-GPUS = {"one_gpu": 1, "two_gpus": 2, "eight_gpus": 8}
+GPUS = {"one_gpu": 1, "two_gpus": 2, "four_gpus": 4, "eight_gpus": 8}
 """How many each file is for."""
 ROWS = 4
 STEPS_BESIDE_ONE_PROCESS = 3
@@ -76,11 +76,12 @@ def test_settings_on_two_gpus() -> None:
 
 
 @pytest.mark.usefixtures("base")
-def test_settings_on_eight_gpus() -> None:
-    cli = build(*configured("eight_gpus"), "--trainer.devices", "8")
+@pytest.mark.parametrize("name", ["four_gpus", "eight_gpus"])
+def test_settings_on_four_and_eight_gpus(name: str) -> None:
+    cli = build(*configured(name), "--trainer.devices", str(GPUS[name]))
     strategy, trainer = cli.trainer.strategy, cli.trainer
-    degrees = strategy.mesh_config.resolve(8)
-    assert (degrees.data_parallel_replicate, degrees.expert_parallel, degrees.data_parallel_shard) == (8, 8, 1)
+    degrees = strategy.mesh_config.resolve(GPUS[name])
+    assert (degrees.data_parallel_replicate, degrees.expert_parallel, degrees.data_parallel_shard) == (GPUS[name], 4, 1)
     assert (strategy.parallel.recompute, trainer.precision, trainer.gradient_clip_val) == ("every_2", "bf16-true", 1.0)
     assert optimizer_of(cli).defaults["state_dtype"] == "bfloat16"
 
@@ -95,12 +96,16 @@ def optimizer_of(cli: object) -> Optimizer:
 @pytest.mark.usefixtures("base")
 @pytest.mark.parametrize(
     ("name", "recompute", "low", "high"),
-    [("one_gpu", "full", 110, 130), ("two_gpus", "full", 110, 130), ("eight_gpus", "every_2", 70, 100)],
+    [
+        ("one_gpu", "full", 110, 130),
+        ("two_gpus", "full", 110, 130),
+        ("four_gpus", "every_2", 100, 120),
+        ("eight_gpus", "every_2", 100, 120),
+    ],
 )
 def test_it_fits_by_arithmetic(name: str, recompute: str, low: int, high: int) -> None:
     """Less than the 140 GiB of an H200, with what arithmetic leaves out."""
-    sharing = {"one_gpu": MeshConfig(), "two_gpus": MeshConfig(data_parallel_replicate=2, expert_parallel=2)}
-    mesh = sharing.get(name, MeshConfig(data_parallel_replicate=8, expert_parallel=8))
+    mesh = MeshConfig(data_parallel_replicate=GPUS[name], expert_parallel=min(4, GPUS[name]))
     strategy = D9DStrategy(
         mesh=mesh,
         parallel=ParallelConfig(recompute=recompute),

@@ -15,7 +15,7 @@ from lightning_d9d.plan import Plan, machine_of, plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train-the-30b.md"
 MACHINE = machine_of("h200")
-KINDS = ("none", "every_2", "3_of_4", "full")
+KINDS = ("none", "selective", "every_2", "every_3", "3_of_4", "full")
 MICROBATCHES = 8
 
 

@@ -249,7 +249,7 @@ def test_a_step_that_fits_only_by_all_to_all(rank: RankContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_more_room_that_a_rank_does_not_have(rank: RankContext) -> None:
-    """Rank 1 has memory for the growth exactly, or one byte less than that; then both take all-to-all.
+    """Rank 1 has memory for the growth exactly, or one byte less; then there is less spare room, and then all-to-all.
 
     The memory is what is not in use, and then what a step needs by arithmetic.
     """
@@ -262,23 +262,37 @@ def test_more_room_that_a_rank_does_not_have(rank: RankContext) -> None:
         needs.append((needed_with(of_fit, after) or 0) + others)
         return lacks[-1]
 
-    expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
-    limit = int((1 - _FRAGMENTS) * there)
-    for case, replaces in enumerate((True, False, True, False, True)):
-        in_use = limit if case == 0 else limit - lacks[0] + (case == 2) if case < 3 else 0
-        there = 2**40 if case < 3 else needs[0] - (case == 4) * rank.rank
+    def train(in_use: int, there: int) -> tuple[list[int], bool]:
+        """Return what the rank lacked, and whether all-to-all went on."""
+        lacks.clear()
         with heard() as lines, on_devices_that_reach_each_other(rank), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(FitMemory, "lacking", noted)
-            monkeypatch.setattr(memory, "device_bytes", lambda device, there=there: there)
-            monkeypatch.setattr(memory, "most_in_use", lambda device, in_use=in_use: in_use * rank.rank)
+            monkeypatch.setattr(memory, "device_bytes", lambda device: there)
+            monkeypatch.setattr(memory, "most_in_use", lambda device: in_use * rank.rank)
             actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0))
-        assert len(overflows) == (2 if replaces else STEPS)
-        said = [line for line in lines if "GiB more than a rank has" in line]
-        assert len(said) == (replaces and rank.rank == 0)
         assert_tensors_close(actual, expected)
-    if rank.rank == 1:
-        assert lacks[0] > 0
-        assert lacks[1:] == [0, 1, 0, 1]
+        replaced = len(overflows) < STEPS
+        assert len([line for line in lines if "GiB more than a rank has" in line]) == (replaced and rank.rank == 0)
+        return [*lacks], replaced
+
+    expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
+    limit = int((1 - _FRAGMENTS) * there)
+    most, is_replaced = train(limit, there)
+    assert is_replaced
+    assert len(most) == 2
+    assert (most[0] > most[1] > 0) == (rank.rank == 1)
+    more, less, of_less = *rank.all_gather_object(most)[1], needs[1]
+    for in_use, found in (
+        (limit - more, ([0], False)),
+        (limit - more + 1, ([1, 0], False)),
+        (limit - less, ([more - less, 0], False)),
+        (limit - less + 1, ([more - less + 1, 1], True)),
+    ):
+        assert train(in_use, there) == (found if rank.rank == 1 else ([0] * len(found[0]), found[1]))
+    assert train(0, of_less)[1] is False
+    found = train(0, of_less - rank.rank)
+    assert found[1]
+    assert found[0][1] == rank.rank
 
 
 @pytest.mark.parametrize("capacity", [0.5, float("nan"), float("inf")])
