@@ -57,7 +57,8 @@ SELECTIONS = {
     "data": ("file_gib", "memory"),
     "whole_model": (
         *("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
-        *("accumulate", "deterministic", "folder", "mesh", "routing", "profile"),
+        *("accumulate", "deterministic", "folder", "mesh", "schedule"),
+        *("num_microbatches", "routing", "profile"),
     ),
     "expert_messages": ("layers", "steps"),
     "plan_runs": ("gpus",),
@@ -139,6 +140,8 @@ def _parse() -> argparse.Namespace:
         metavar="AXIS=RANKS",
         help="of `whole_model`: the axes of `MeshConfig`; default: the YAML's",
     )
+    parser.add_argument("--schedule", help="of `whole_model`: that of a pipeline")
+    parser.add_argument("--num_microbatches", type=int, help="of `whole_model`: those of a pipeline")
     parser.add_argument("--profile", type=int, help="of `whole_model`: the number of last steps that are profiled")
     parser.add_argument("--routing", choices=("natural", "even"), help="of `whole_model`; even forces the choices")
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")

@@ -38,6 +38,27 @@ def test_parts_decide_what_the_jobs_do() -> None:
         cases("cuda", quick=False, parts=["resume"])
 
 
+def test_meshes_and_pipelines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    (of_file,) = cases("cuda", quick=False, gpus=4, parts=["train"])
+    found = settings(replace(of_file, rows=4), Path("folder"), "cuda", "train")["trainer"]
+    assert found["strategy"]["init_args"]["mesh"] == {"data_parallel_replicate": 4, "expert_parallel": 4}
+    assert (found["devices"], of_file.share_of_tokens, len(found["callbacks"])) == (4, 1.0, 1)
+    mesh = ["pipeline_parallel=2", "data_parallel_shard=2", "expert_parallel=2"]
+    of_pipeline = {"mesh": mesh, "schedule": "zero_bubble_v", "num_microbatches": 8}
+    (case,) = cases("cuda", quick=False, gpus=4, parts=["train"], routing="even", profile=2, rows=32, **of_pipeline)
+    found = settings(case, Path("folder"), "cuda", "train")["trainer"]
+    strategy = found["strategy"]["init_args"]
+    assert strategy["mesh"] == {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2}
+    assert (strategy["schedule"], strategy["num_microbatches"], case.share_of_tokens) == ("zero_bubble_v", 8, 0.5)
+    even, profile = found["callbacks"][1:]
+    assert even["class_path"].endswith("EvenRouting")
+    chosen = {"first_step": 19, "last_step": 20, "directory": "folder/profile", "ranks": "all", "memory": "never"}
+    assert profile["init_args"] == chosen
+    steps = [{"part": "train", "what": f"step {step}", "seconds": 1.0 + (step > 18)} for step in range(1, 21)]
+    assert summary(case, steps)["tokens_per_s"] == {"median": 65_536, "low": 65_536, "high": 65_536}
+
+
 def rows(difference: float) -> list[dict[str, Any]]:
     """Return the rows of 20 steps of a second each, except the first. From the 16th on they are in both jobs."""
     trained = [

@@ -75,6 +75,9 @@ class ModelCase:
     judges: bool = False
     mesh: Mapping[str, int] | None = None
     """The axes of the mesh that have more than one rank; None for those of the YAML."""
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    """The microbatches of a pipeline; None for those of the strategy."""
     routing: str = "natural"
     """`even` forces the choice of experts."""
     profile: int = 0
@@ -116,6 +119,8 @@ def cases(
     deterministic: bool | None = None,
     folder: Path | None = None,
     mesh: Sequence[str] | None = None,
+    schedule: str | None = None,
+    num_microbatches: int | None = None,
     routing: str | None = None,
     profile: int | None = None,
 ) -> list[ModelCase]:
@@ -129,7 +134,8 @@ def cases(
     given: dict[str, Any] = {"tokens": tokens, "rows": rows, "recompute": recompute, "states": states}
     given |= {"accumulate": accumulate, "deterministic": deterministic, "folder": folder}
     axes = None if mesh is None else {name: int(ranks) for name, _, ranks in (each.partition("=") for each in mesh)}
-    given |= {"mesh": axes, "routing": routing, "profile": profile}
+    given |= {"mesh": axes, "schedule": schedule, "num_microbatches": num_microbatches}
+    given |= {"routing": routing, "profile": profile}
     case = ModelCase(
         name=f"{layers or config.num_hidden_layers} layers on {gpus} {'GPU' if gpus == 1 else 'GPUs'}",
         config=replace(
@@ -289,6 +295,8 @@ def settings(case: ModelCase, folder: Path, device_type: str, part: str) -> dict
     trainer |= {"limit_val_batches": 0, "enable_progress_bar": False, "enable_model_summary": False}
     if case.expert_dispatch is not None:
         trainer["strategy"]["init_args"]["parallel"]["expert_dispatch"] = case.expert_dispatch
+    of_pipeline = {"schedule": case.schedule, "num_microbatches": case.num_microbatches}
+    trainer["strategy"]["init_args"] |= {name: value for name, value in of_pipeline.items() if value is not None}
     saves, exports = trainer["callbacks"]
     saves["init_args"]["every_n_train_steps"] = case.step_of_checkpoint
     is_last = part == "resume" or "resume" not in case.parts
