@@ -4,9 +4,9 @@
     python -m tests.benchmarks expert_peers --gpus 4 --contenders ours transformers torchtitan
 
 All contenders have equal weights in bfloat16, take the same tokens and keep states of AdamW in bfloat16. All sum
-gradients in bfloat16, recompute each block, and neither clip nor log. Peers spread the model in their own ways:
-transformers by its `DistributedConfig`, torchtitan by its function for Qwen3. The learning rate is 0, so all tokens go
-to the same experts for all contenders, and losses are compared.
+gradients in bfloat16, and neither clip nor log. They recompute as `--recompute` says: transformers each block, or none.
+Peers spread the model in their own ways: transformers by its `DistributedConfig`, torchtitan by its function for Qwen3.
+The learning rate is 0, so all tokens go to the same experts for all contenders, and losses are compared.
 
 Contenders run one after the other, each in processes of its own and for so long at most. Each is printed when it is
 measured, and appended to `$OUT/expert_peers.jsonl`: the median of the steps, the most memory of a GPU, or the error.

@@ -26,7 +26,9 @@ def test_ranks_send_and_receive_as_many_tokens() -> None:
         counts = each.flatten().bincount(minlength=NUM_EXPERTS)
         assert counts.float().std() < 0.05 * counts.float().mean()
     ranks = torch.arange(NUM_RANKS)
-    traffic = torch.stack([((each // TOP_K)[..., None] == ranks).any(1).sum(0) for each in choices])
+    traffic = torch.stack(
+        [((each // (NUM_EXPERTS // NUM_RANKS))[..., None] == ranks).any(1).sum(0) for each in choices]
+    )
     assert traffic.sum(0).unique().numel() == 1
     assert torch.equal(traffic[1], traffic[0].roll(1))
 

@@ -35,7 +35,8 @@ def take_steps(rank: RankContext, memory: OwnMemory) -> None:
     choices = even_choices(NUM_TOKENS, NUM_EXPERTS, TOP_K, rank.rank, 2).to(rank.device)
     here = (1.0 + torch.arange(NUM_LOCAL, device=rank.device)) * 10**rank.rank
     for step in range(6):
-        memory.is_own = step % 2 == 1
+        memory.on_train_batch_start(None, None, None, step)  # type: ignore[arg-type]
+        assert memory.is_own == (step % 2 == 1)
         x, gradient = torch.randn(2, NUM_TOKENS, WIDTH, generator=generator).to(rank.device)
         weights = torch.rand(NUM_TOKENS, TOP_K, generator=generator).to(rank.device)
         ranks = torch.full_like(choices, rank.rank) if memory.is_own else choices // NUM_LOCAL
@@ -53,8 +54,27 @@ def take_steps(rank: RankContext, memory: OwnMemory) -> None:
         }
         actual = (combined, x.grad, weights.grad)
         assert_tensors_close(dict(zip(expected, actual, strict=True)), expected)
+        rank.barrier()
+        assert has_waited(dispatch.exchange) == (not memory.is_own)
+        rank.barrier()
     assert dispatch.exchange.failures() == 0
     dispatch.exchange.close()
+
+
+def has_waited(exchange: PeerExchange) -> bool:
+    """Return whether the other rank has set its flag here for this rank's last wait."""
+    memory = exchange.memory
+    assert memory is not None
+    flags = memory.view(memory.rank, 0, torch.int32, 2)
+    assert flags[memory.rank] == memory.state[0]
+    return bool(flags[1 - memory.rank] == memory.state[0])
+
+
+def test_steps_come_in_pairs() -> None:
+    for steps in (11, 8):
+        with pytest.raises(ValueError, match=f"--steps {steps} must be even, and 10 or more"):
+            cases("cuda", quick=False, steps=steps)
+    assert cases("cuda", quick=False, steps=10)[0].steps == 10
 
 
 def test_messages_of_the_whole_model_are_judged() -> None:
@@ -70,5 +90,5 @@ def test_messages_of_the_whole_model_are_judged() -> None:
     assert result["kernels"]["_push_sums"] == pytest.approx((4.5, 3.0))
     assert verdicts(result) == ["met"]
     assert verdicts({**result, "added_ms": 15.1}) == ["missed"]
-    assert "messages add 10.5 ms" in table(result, "cuda")
+    assert "links add 10.5 ms" in table(result, "cuda")
     assert "added_ms" not in summary(seconds, [])

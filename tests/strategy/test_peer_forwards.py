@@ -1,6 +1,7 @@
 """Forwards whose tokens have no room in the memory of experts' ranks run again by all-to-all."""
 
 import logging
+import math
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig, memory
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.modules import BalanceConfig, peer_dispatch
+from lightning_d9d.modules.peer_dispatch import PeerExchange
 from lightning_d9d.ops.peer_buffers import PeerPlace
 from lightning_d9d.ops.peer_memory import OVERFLOW
 from lightning_d9d.strategy.fit_memory import _FRAGMENTS, FitMemory
@@ -253,8 +255,8 @@ def test_more_room_that_a_rank_does_not_have(rank: RankContext) -> None:
 
     The memory is what is not in use, and then what a step needs by arithmetic.
     """
-    lacks, needs = [], []
-    lacking, needed_with, there = FitMemory.lacking, FitMemory._needed_with, 2**40
+    lacks, needs, rooms = [], [], []
+    lacking, needed_with, grow, there = FitMemory.lacking, FitMemory._needed_with, PeerExchange.grow, 2**40
 
     def noted(of_fit: FitMemory, before: float, after: float, others: int) -> int:
         assert 1 == before < after
@@ -262,37 +264,48 @@ def test_more_room_that_a_rank_does_not_have(rank: RankContext) -> None:
         needs.append((needed_with(of_fit, after) or 0) + others)
         return lacks[-1]
 
-    def train(in_use: int, there: int) -> tuple[list[int], bool]:
-        """Return what the rank lacked, and whether all-to-all went on."""
+    def grown(exchange: PeerExchange, *arguments: Any) -> None:
+        """Note the room, as a multiple of what was needed."""
+        assert exchange.memory is not None
+        needed = max(rank.all_gather_object(int(exchange.memory.state[3])))
+        grow(exchange, *arguments)
+        if exchange.num_rows:
+            rooms.append({math.ceil(spare * needed): spare for spare in (1.25, 1.05)}[exchange.num_rows])
+
+    def train(in_use: int, there: int) -> tuple[list[int], list[float]]:
+        """Return what the rank lacked, and the spare room; no room if all-to-all went on."""
         lacks.clear()
+        rooms.clear()
         with heard() as lines, on_devices_that_reach_each_other(rank), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(FitMemory, "lacking", noted)
+            monkeypatch.setattr(PeerExchange, "grow", grown)
             monkeypatch.setattr(memory, "device_bytes", lambda device: there)
             monkeypatch.setattr(memory, "most_in_use", lambda device: in_use * rank.rank)
             actual, overflows = fit(rank, ParallelConfig(expert_capacity=1.0))
         assert_tensors_close(actual, expected)
-        replaced = len(overflows) < STEPS
-        assert len([line for line in lines if "GiB more than a rank has" in line]) == (replaced and rank.rank == 0)
-        return [*lacks], replaced
+        assert (len(overflows) == STEPS) == bool(rooms)
+        said = [line for line in lines if "GiB more than a rank has" in line]
+        assert len(said) == (not rooms and rank.rank == 0)
+        return [*lacks], [*rooms]
 
     expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
     limit = int((1 - _FRAGMENTS) * there)
-    most, is_replaced = train(limit, there)
-    assert is_replaced
+    most, room = train(limit, there)
+    assert not room
     assert len(most) == 2
     assert (most[0] > most[1] > 0) == (rank.rank == 1)
     more, less, of_less = *rank.all_gather_object(most)[1], needs[1]
-    for in_use, found in (
-        (limit - more, ([0], False)),
-        (limit - more + 1, ([1, 0], False)),
-        (limit - less, ([more - less, 0], False)),
-        (limit - less + 1, ([more - less + 1, 1], True)),
+    for in_use, found, room in (
+        (limit - more, [0], [1.25]),
+        (limit - more + 1, [1, 0], [1.05]),
+        (limit - less, [more - less, 0], [1.05]),
+        (limit - less + 1, [more - less + 1, 1], []),
     ):
-        assert train(in_use, there) == (found if rank.rank == 1 else ([0] * len(found[0]), found[1]))
-    assert train(0, of_less)[1] is False
-    found = train(0, of_less - rank.rank)
-    assert found[1]
-    assert found[0][1] == rank.rank
+        assert train(in_use, there) == (found if rank.rank == 1 else [0] * len(found), room)
+    for missing, room in ((0, [1.05]), (rank.rank, [])):
+        (more, less), found = train(0, of_less - missing)
+        assert (less, found) == (missing, room)
+        assert more > 0
 
 
 @pytest.mark.parametrize("capacity", [0.5, float("nan"), float("inf")])
