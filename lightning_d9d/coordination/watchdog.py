@@ -420,18 +420,19 @@ class RankWatch:
                     self.hangs.ask()
 
     def _talk(self) -> None:
+        point = self.meets_at  # read once, so that the end of an epoch is compared before it is counted
         try:
             if self.failure is None and not self._closed:
                 self._look_for_failure()
             if self.failure is None and not self._closed:
                 self._agree_on_places()
-                self._compare_epochs()
+                self._compare_epochs(point == "epoch")
             if self.hangs is not None and not self._closed:
                 self.hangs.talk(self._store)
             if self.failure is not None and not self._left:
                 self._count_who_heard()
-            if self.failure is None and self.meets_at is not None:
-                self._agree_on_meeting(self.meets_at)
+            if self.failure is None and point is not None and point == self.meets_at:
+                self._agree_on_meeting(point)
             if self._arrived and not self._closed:
                 self._agree_on_end()
             if self._closed:
@@ -516,16 +517,14 @@ class RankWatch:
                     self._last_position = (train_batches, evaluation_batches)
                     self._changed.notify_all()
 
-    def _compare_epochs(self) -> None:
+    def _compare_epochs(self, ends: bool) -> None:
         key = f"epoch_end/{self._num_met['epoch']}"
-        with self._changed:
-            ends, own = self.meets_at == "epoch", (*self._reached, self.rank)
-        if ends:
-            first = tuple(value_of(key, self._store.compare_set(key, "", json.dumps(own)), is_end))
-        elif self._store.check([key]):
-            first = tuple(self._get(key, is_end))
-        else:
+        if not ends and not self._store.check([key]):
             return
+        with self._changed:
+            own = (*self._reached, self.rank)
+        found = self._store.compare_set(key, "", json.dumps(own)) if ends else self._store.get(key)
+        first = tuple(value_of(key, found, is_end))
         (least, _, short), (_, _, long) = sorted([own, first])
         if own[:2] > first[:2] or (ends and own[:2] < first[:2]):
             text = f"its training data ended after {least} batches, those of rank {long} did not; {SAME_NUMBER}"

@@ -487,6 +487,39 @@ def test_rank_that_is_late_at_the_end_of_an_epoch():
     assert len(errors) == 2
 
 
+def test_an_epoch_is_compared_before_its_end_is_counted():
+    """The thread of rank 1 compares just before rank 1 comes to the end; rank 0 ends with a batch less meanwhile."""
+    errors = []
+    has_compared, is_here, has_counted = (threading.Event() for _ in range(3))
+
+    def body(watch: RankWatch, rank: int) -> None:
+        compare, agree, wake = watch._compare_epochs, watch._agree_on_meeting, watch._wake
+
+        def compare_too_early(ends: bool) -> None:
+            compare(ends)
+            has_compared.set()
+            assert is_here.wait(20)
+            assert has_counted.wait(20)
+
+        if rank == 0:
+            watch._agree_on_meeting = lambda point: (agree(point), has_counted.set())
+        else:
+            watch._wake = lambda: (wake(), watch.meets_at and is_here.set())
+            watch._compare_epochs = compare_too_early
+        for _ in range(2 + rank):
+            watch.begin_train_step()
+        assert has_compared.wait(20)
+        try:
+            watch.end_epoch()
+        except RankError as error:
+            watch.report(error)
+            errors.append(str(error))
+
+    run_watches(body, 2)
+    text = "rank 0 failed: its training data ended after 2 batches, those of rank 1 did not; "
+    assert [error[: len(text)] for error in errors] == [text] * 2
+
+
 def test_counting_batches_is_cheap():
     seconds = []
 
