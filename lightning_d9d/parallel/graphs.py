@@ -16,7 +16,8 @@ A captured block has no weight phase in split backwards, like a compiled one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,7 @@ from lightning_d9d.ops.weight_gradients import defer
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
+from lightning_d9d.state.threads import uncollected
 
 MAX_FORMS = 8
 """The number of input forms for which a block is captured; others run without graphs."""
@@ -192,14 +194,11 @@ class _Graphs:
                 torch.autograd.grad(differentiable, sources, gradients, allow_unused=True)
         torch.cuda.current_stream().wait_stream(stream)
         self.forward, self.backward, self.num_forwards = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), 0
-        # Other threads, which pin memory or watch collectives, may continue meanwhile.
-        with torch.cuda.graph(self.forward, stream=stream, capture_error_mode="thread_local"):
+        with _capture(self.forward, stream):
             results, self.structure = tree_flatten(call(self.inputs))
         differentiable = _differentiable(results)
         self.gradients = [torch.zeros_like(t) for t in differentiable]
-        with torch.cuda.graph(
-            self.backward, pool=self.forward.pool(), stream=stream, capture_error_mode="thread_local"
-        ):
+        with _capture(self.backward, stream, self.forward.pool()):
             found = torch.autograd.grad(differentiable, sources, self.gradients, allow_unused=True)
         of_sources = iter(found)
         self.found = [next(of_sources) if t.requires_grad else None for t in (*self.inputs, *weights)]
@@ -207,6 +206,16 @@ class _Graphs:
         self.results = [t.detach() if isinstance(t, Tensor) else t for t in results]
         for buffer, value in zip(buffers, saved, strict=True):
             buffer.copy_(value)
+
+
+@contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Generator[None]:
+    """Capture what this thread launches meanwhile; other threads may pin memory or watch collectives.
+
+    Graphs of an earlier fit may be garbage in a reference cycle. CUDA ends a capture in which one is freed.
+    """
+    with uncollected(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        yield
 
 
 class _Replay(torch.autograd.Function):

@@ -20,9 +20,10 @@ _MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Stop Python's garbage collection while the boxes of many tensors are made, because none of them is garbage.
+    """Stop Python's automatic garbage collection meanwhile. Local.
 
-    Local.
+    It would examine the boxes of many tensors while they are made, and none of them is garbage. While a CUDA graph is
+    captured, it would free earlier graphs, which CUDA forbids.
     """
     was_enabled = gc.isenabled()
     gc.disable()

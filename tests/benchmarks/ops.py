@@ -23,6 +23,7 @@ from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.ops.backend import Kernels, using_kernels
+from lightning_d9d.state.threads import uncollected
 from tests.benchmarks.frame import ratio_of_pairs, spread
 from tests.benchmarks.op_case import ON_CUDA, QUICK, Inputs, OpCase, Sizes, Work
 from tests.benchmarks.op_cases import op_cases
@@ -260,7 +261,7 @@ def _repeat(run: Callable[[int], Any], calls: int, num_sets: int) -> None:
 def _recorded(block: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as nccl's, may ask for events meanwhile.
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+    with uncollected(), torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         block()
     return graph.replay
 

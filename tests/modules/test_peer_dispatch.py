@@ -16,6 +16,7 @@ from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.modules import AllToAllDispatch, Dispatch
 from lightning_d9d.modules.peer_dispatch import PeerDispatch, PeerExchange, peer_exchange
 from lightning_d9d.ops.backend import using_kernels
+from lightning_d9d.state.threads import uncollected
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.modules.test_dispatch import (
@@ -199,7 +200,7 @@ def test_a_cuda_graph(rank: RankContext) -> None:
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     held = tuple(each.clone() for each in first)
-    with torch.cuda.graph(graph, stream=stream):
+    with uncollected(), torch.cuda.graph(graph, stream=stream):
         captured = step(dispatch, held)
     for tokens in (second, first, second):
         for each, value in zip(held, tokens, strict=True):

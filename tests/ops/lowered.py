@@ -2,7 +2,8 @@
 
 What Triton refuses in a kernel, its interpreter may accept. Ops run here on tensors of the CPU, and each launch is a
 compilation for an H100 with the types and constants of its arguments, which launches nothing. `--all` has more types
-and sizes, and compiles to binaries, which takes minutes. The output ends with the kernels that no call reached.
+and sizes, and compiles to binaries, which takes minutes. The output ends with the kernels that no call reached, and those
+that need more shared memory than an H100 has.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from triton.runtime import driver
 
 HOPPER = GPUTarget("cuda", 90, 32)
 RANKS, EXPERTS, TOP_K, TOKENS, WIDTH, ADAPTER_RANK = 2, 4, 2, 24, 64, 8
+HOPPER_SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a program can have on an H100; the compiler does not check them, but the launch does."""
 _lowered: Counter[str] = Counter()
 """How often each kernel was compiled, by its whole name."""
+_too_large: list[str] = []
+"""Kernels that need more shared memory than there is, and their constants."""
 
 
 class NoGpu:
@@ -60,9 +65,13 @@ def to_ir(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
 
 
 def to_binary(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
-    """Compile a kernel to what a GPU runs."""
-    triton.compile(source, target=target, options=options)
-    _lowered[f"{source.fn.module}.{source.name}"] += 1
+    """Compile a kernel to what a GPU runs, whose memory it must not exceed."""
+    compiled: Any = triton.compile(source, target=target, options=options)
+    name = f"{source.fn.module}.{source.name}"
+    _lowered[name] += 1
+    if compiled.metadata.shared > HOPPER_SHARED_MEMORY:
+        constants = {source.fn.arg_names[at[0]]: value for at, value in source.constants.items()}
+        _too_large.append(f"{name} needs {compiled.metadata.shared} bytes of shared memory: {constants}")
 
 
 def launch_as_compilation(compiler: Any) -> None:
@@ -180,7 +189,7 @@ def run_moves(dtype: torch.dtype) -> None:
 
 
 def main() -> int:
-    """Compile all; return whether a kernel was not reached."""
+    """Compile all; return the number of kernels that were not reached or cannot run."""
     parser = ArgumentParser()
     parser.add_argument("--all", action="store_true")
     takes_all = parser.parse_args().all
@@ -189,8 +198,9 @@ def main() -> int:
         run_ops(dtype)
         run_others(dtype, *([(16, 64, 128), (1, ADAPTER_RANK, 64)] if takes_all else [(64,), (ADAPTER_RANK,)]))
     missing = sorted(kernels() - set(_lowered))
-    print(f"{len(_lowered)} kernels, {_lowered.total()} times", *[f"not reached: {name}" for name in missing], sep="\n")
-    return len(missing)
+    found = [f"not reached: {name}" for name in missing] + _too_large
+    print(f"{len(_lowered)} kernels, {_lowered.total()} times", *found, sep="\n")
+    return len(found)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Without one nothing is captured, and what is asked for is checked all the same.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -116,6 +117,37 @@ def assert_same_steps(device: str, **changes: Any) -> None:
         results.append(found | {name: t.detach() for name, t in model.state_dict(keep_vars=True).items()})
     assert_tensors_close(results[1], results[0])
     assert num_captured(list(captured.model.layers.values())) == [int(device == "cuda")] * LAYERS  # type: ignore[arg-type]
+
+
+class Collecting(nn.Module):
+    """A layer in whose last forward graphs become garbage, which Python then collects, if its collector is on."""
+
+    def __init__(self, garbage: list[Any]) -> None:
+        super().__init__()
+        self.layer, self.garbage, self.may_collect = nn.Linear(8, 8), garbage, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.may_collect.append(gc.isenabled())
+        if len(self.may_collect) > graphs._NUM_WARM_UPS:
+            self.garbage = []
+        if gc.isenabled():
+            gc.collect()
+        return self.layer(x)
+
+
+def test_no_graph_is_freed_while_another_is_captured(gpu: str) -> None:
+    """An earlier fit leaves its graphs in reference cycles, and Python's collector runs at any time."""
+    _, earlier = layers(gpu)
+    x = torch.randn(2, 5, 8, device=gpu, requires_grad=True)
+    earlier(x).sum().backward()
+    garbage = [graphs._captured[layer] for layer in earlier]
+    garbage.append(garbage)
+    block = Collecting(garbage).to(gpu)
+    del earlier, garbage
+    capture_blocks(block, CAPTURED, None, [block])
+    block(x).sum().backward()
+    assert block.may_collect == [*[True] * graphs._NUM_WARM_UPS, False]
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu

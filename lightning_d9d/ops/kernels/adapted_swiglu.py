@@ -19,24 +19,39 @@ from torch import Tensor
 
 from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.kernels.thin_products import num_parts, rows_of_expert
-from lightning_d9d.ops.rows import ceil_div, padded_for_products
+from lightning_d9d.ops.rows import ceil_div, padded_for_products, shared_memory
 
 
 class _Tile(NamedTuple):
-    """The size of a tile, the number of tiles that are loaded or in use at a time, and the warps of a program."""
+    """How a program works through rows.
+
+    Args:
+        rows: The number of rows of a tile.
+        columns: The number of columns of a wide tile; thin tiles have a rank's.
+        wide: The number of wide tiles that a stage reads.
+        stages: The number of stages that are loaded or in use at a time, if they fit.
+        warps: The number of warps of a program.
+    """
 
     rows: int
     columns: int
+    wide: int
     stages: int
     warps: int
+
+    def num_stages(self, like: Tensor, rank: int, rank_out: int) -> int:
+        """Return the number of stages that fit into shared memory, beside what products rearrange: about one more."""
+        thin = 2 * padded_for_products(rank) + padded_for_products(rank_out)
+        num_bytes = self.rows * (self.wide * self.columns + thin) * like.dtype.itemsize
+        return max(1, min(self.stages, shared_memory(like.device) // num_bytes - 1))
 
     def num_warps(self, rank: int, rank_out: int) -> int:
         """Return the number of warps of a program: wide thin tiles need the registers of more warps."""
         return max(self.warps, 8) if max(rank, rank_out) > _MOST_FOR_FEW_WARPS else self.warps
 
 
-_FORWARD = _Tile(64, 64, 3, 4)
-_BACKWARD = _Tile(64, 64, 3, 4)
+_FORWARD = _Tile(64, 64, 2, 3, 4)
+_BACKWARD = _Tile(64, 64, 3, 3, 4)
 _BLOCK = 1024
 _MOST_FOR_FEW_WARPS = 32
 """Maximum number of columns of thin tiles."""
@@ -77,7 +92,7 @@ def forward(
             COLUMNS=_FORWARD.columns,
             RANK=padded_for_products(rank),
             RANK_OUT=padded_for_products(rank_out),
-            STAGES=_FORWARD.stages,
+            STAGES=_FORWARD.num_stages(result, rank, rank_out),
             num_warps=_FORWARD.num_warps(rank, rank_out),
         )
 
@@ -126,7 +141,7 @@ def backward(
             COLUMNS=_BACKWARD.columns,
             RANK=padded_for_products(rank),
             RANK_OUT=padded_for_products(rank_out),
-            STAGES=_BACKWARD.stages,
+            STAGES=_BACKWARD.num_stages(dy, rank, rank_out),
             num_warps=_BACKWARD.num_warps(rank, rank_out),
         )
         for partial, result in ((of_h, dh), (of_weights, d_weights)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.kernels.attention_plan import SIZES, Blocks, ids_from, plan_blocks
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.rows import ceil_div, gpu_properties, num_programs, padded_for_products
+from lightning_d9d.ops.rows import ceil_div, num_programs, padded_for_products, shared_memory
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -199,18 +199,11 @@ def _blocks_of(q: Tensor, kernel: Literal["forward", "dq", "dk_dv"]) -> Blocks:
     width = padded_for_products(q.shape[-1])
     if q.dtype == torch.float32:
         return Blocks(32, 32, 4, 2)
-    if _shared_memory(q.device) < _LARGE_MEMORY or width > 128:
+    if shared_memory(q.device) < _LARGE_MEMORY or width > 128:
         return Blocks(64, 32, 8 if width > 128 and kernel != "forward" else 4, 2)
     if width < 128 or kernel == "forward":
         return Blocks(64, 64, 4, 3)
     return Blocks(64, 64, 4, 2) if kernel == "dq" else Blocks(64, 32, 4, 3)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program can have; the interpreter has no limit."""
-    if device.type == "cpu":
-        return _LARGE_MEMORY
-    return gpu_properties(device).shared_memory_per_block_optin
 
 
 def _constants(q: Tensor, num_columns: int, masks: Masks, blocks: Blocks) -> dict[str, Any]:
