@@ -2,8 +2,8 @@
 
 What Triton refuses in a kernel, its interpreter may accept. Ops run here on tensors of the CPU, and each launch is a
 compilation for an H100 with the types and constants of its arguments, which launches nothing. `--all` has more types
-and sizes, and compiles to binaries, which takes minutes. The output ends with the kernels that no call reached, and those
-that need more shared memory than an H100 has.
+and sizes, and compiles to binaries, which takes minutes. The output ends with the kernels that no call reached, and
+those that need more shared memory than an H100 has.
 """
 
 from __future__ import annotations
