@@ -37,7 +37,9 @@ from tests.benchmarks.whole_model import FIRST_STEPS, ModelCase
 MOST_MS = 15.0
 """The most milliseconds that links may add to a step."""
 NUM_RANKS = 2
-LEAST_STEPS = FIRST_STEPS + FIRST_STEPS % 2 + 4
+_NOT_TIMED = FIRST_STEPS + FIRST_STEPS % 2
+"""The first steps, in pairs."""
+LEAST_STEPS = _NOT_TIMED + 4
 """Steps that are not timed, one pair, and two that are profiled."""
 
 
@@ -69,7 +71,7 @@ def summary(seconds: Sequence[float], kernels: Sequence[Sequence[Kernel]]) -> di
         seconds: Of each step; those with even numbers, counted from 1, had own memory.
         kernels: The kernels of the last two steps on each rank; none without a GPU.
     """
-    timed = [1e3 * each for each in seconds[FIRST_STEPS + FIRST_STEPS % 2 : -2]]
+    timed = [1e3 * each for each in seconds[_NOT_TIMED:-2]]
     linked, own = timed[::2], timed[1::2]
     differences = [a - b for a, b in zip(linked, own, strict=True)]
     found: dict[str, Any] = {"linked_ms": spread(linked), "own_ms": spread(own), "difference_ms": spread(differences)}

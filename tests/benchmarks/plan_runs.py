@@ -90,6 +90,9 @@ class RunCase:
 def cases(device_type: str, quick: bool, gpus: int = 1) -> list[RunCase]:
     """Return the cases that take so many GPUs. On a CPU, or quick, these are the first ones, with a tiny model."""
     runs = [run for run in listed() if run.gpus == gpus]
+    if not runs:
+        with_runs = " and ".join(map(str, sorted({run.gpus for run in listed()})))
+        raise ValueError(f"--gpus {gpus}: plan_runs has runs on {with_runs} GPUs only")
     return [RunCase(run, quick or device_type == "cpu") for run in (runs[:1] if quick else runs)]
 
 

@@ -51,6 +51,8 @@ def test_meshes_and_pipelines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -
     strategy = found["strategy"]["init_args"]
     assert strategy["mesh"] == {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2}
     assert (strategy["schedule"], strategy["num_microbatches"], case.share_of_tokens) == ("zero_bubble_v", 8, 0.5)
+    with pytest.raises(ValueError, match="--mesh 'expert_parallel' needs a number of ranks"):
+        cases("cuda", quick=False, gpus=4, mesh=["expert_parallel"])
     even, profile = found["callbacks"][1:]
     assert even["class_path"].endswith("EvenRouting")
     chosen = {"first_step": 19, "last_step": 20, "directory": "folder/profile", "ranks": "all", "memory": "never"}

@@ -133,7 +133,7 @@ def cases(
         raise ValueError("the part resume needs train and save, or the --folder of a command that had them")
     given: dict[str, Any] = {"tokens": tokens, "rows": rows, "recompute": recompute, "states": states}
     given |= {"accumulate": accumulate, "deterministic": deterministic, "folder": folder}
-    axes = None if mesh is None else {name: int(ranks) for name, _, ranks in (each.partition("=") for each in mesh)}
+    axes = None if mesh is None else dict(map(_axis_of, mesh))
     given |= {"mesh": axes, "schedule": schedule, "num_microbatches": num_microbatches}
     given |= {"routing": routing, "profile": profile}
     case = ModelCase(
@@ -151,6 +151,13 @@ def cases(
         raw_bytes=2**24 if is_tiny else _RAW_BYTES,
     )
     return [replace(case, **{name: value for name, value in given.items() if value is not None})]
+
+
+def _axis_of(text: str) -> tuple[str, int]:
+    name, _, ranks = text.partition("=")
+    if not ranks.isdecimal():
+        raise ValueError(f"--mesh {text!r} needs a number of ranks, such as expert_parallel=4")
+    return name, int(ranks)
 
 
 def run_case(case: ModelCase, device_type: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_d9d.memory.traffic import by_kind
 from lightning_d9d.plan import Plan, plan
-from tests.benchmarks.plan_runs import listed
+from tests.benchmarks.plan_runs import cases, listed
 from tests.benchmarks.plan_runs_job import module_of, strategy_of
 
 MEASURED = {
@@ -131,3 +131,8 @@ def test_bubbles(name: str) -> None:
 def test_bytes_on_links_are_those_of_the_recorder(name: str) -> None:
     for rank in planned(name).ranks:
         assert by_kind(rank.sent) == SENT[name]
+
+
+def test_numbers_of_gpus_without_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match="--gpus 4: plan_runs has runs on 1 and 2 GPUs only"):
+        cases("cuda", quick=False, gpus=4)
