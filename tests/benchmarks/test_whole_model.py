@@ -58,7 +58,13 @@ def test_meshes_and_pipelines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -
     chosen = {"first_step": 19, "last_step": 20, "directory": "folder/profile", "ranks": "all", "memory": "never"}
     assert profile["init_args"] == chosen
     steps = [{"part": "train", "what": f"step {step}", "seconds": 1.0 + (step > 18)} for step in range(1, 21)]
-    assert summary(case, steps)["tokens_per_s"] == {"median": 65_536, "low": 65_536, "high": 65_536}
+    found = summary(case, steps)
+    assert found["tokens_per_s"] == {"median": 65_536, "low": 65_536, "high": 65_536}
+    causal, full = found["flops_per_s"].values()
+    assert causal == pytest.approx(65_536 * case.config.flops_per_token(4096), rel=1e-3)
+    assert full - causal == pytest.approx(65_536 * 6 * 48 * 4096 * 4096, rel=1e-3)
+    table_of_case = table({"case": case.name, **found}, "cuda")
+    assert "65536 tokens/s a GPU (quartiles 65536 .. 65536), 1513 (causal), 1829 (full) TFLOP/s" in table_of_case
 
 
 def rows(difference: float) -> list[dict[str, Any]]:

@@ -33,7 +33,9 @@ from typing import Any
 import yaml
 from torch import multiprocessing
 
+from lightning_d9d.metrics import Convention, StepFlops
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.costs import model_costs
 from tests.benchmarks.frame import spread
 from tests.benchmarks.whole_model_job import report, rows_of, write_config, write_tokens, write_weights
 
@@ -339,6 +341,9 @@ def summary(case: ModelCase, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
         low, median, high = spread([row["seconds"] for row in trained])
         tokens = case.tokens * (case.rows or 1) * case.accumulate * case.share_of_tokens
         found["tokens_per_s"] = {"median": tokens / median, "low": tokens / high, "high": tokens / low}
+        once, twice = (model_costs(case.config, length) for length in (case.tokens, 2 * case.tokens))
+        of_row = {name: StepFlops(once, twice).count(name) for name in (Convention.CAUSAL, Convention.FULL)}
+        found["flops_per_s"] = {name: tokens / median * flops / case.tokens for name, flops in of_row.items()}
         least = LEAST_TOKENS_PER_S.get(case.num_processes, 0)
         if case.judges and least:
             found["verdicts"].append("met" if tokens / median >= least else "missed")
@@ -378,7 +383,8 @@ def table(result: Mapping[str, Any], device_type: str) -> str:
     if "tokens_per_s" in result and device_type == "cuda":
         speed = result["tokens_per_s"]
         quartiles = f"{speed['low']:.0f} .. {speed['high']:.0f}"
-        lines.append(f"\n{speed['median']:.0f} tokens/s a GPU (quartiles {quartiles})")
+        rates = ", ".join(f"{flops / 1e12:.0f} ({name})" for name, flops in result["flops_per_s"].items())
+        lines.append(f"\n{speed['median']:.0f} tokens/s a GPU (quartiles {quartiles}), {rates} TFLOP/s")
     if "resumed" in result:
         resumed = result["resumed"]
         lines.append(
