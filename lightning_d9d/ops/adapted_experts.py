@@ -29,11 +29,14 @@ from lightning_d9d.ops.grouped_gemm import choose_backend, chosen_grouped_gemm, 
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.moe_permute import Permutation, copy_tokens, sum_copies
 from lightning_d9d.ops.operator import define
+from lightning_d9d.ops.rows import shared_memory
 from lightning_d9d.ops.sharded_weights import local_shard
 from lightning_d9d.ops.swiglu import swiglu
 
 MOST_RANK = 64
 """Largest rank whose tiles fit into registers; larger ones take ordinary grouped products."""
+_MEMORY_OF_FLOAT32 = 227 * 1024
+"""Bytes of shared memory that kernels in float32 may need: those of Hopper. Other GPUs take ordinary products."""
 _MOST_READ = 96
 """Columns of all experts' matrices, by copies of a token: a dense product with this many takes as long as reading all
 rows."""
@@ -96,7 +99,7 @@ def adapted_swiglu(
     """
     b, a = (None if each is None else local_shard(each, gate_up) for each in (b, a))
     rank = max(0 if b is None else b.shape[2], 0 if a is None else a.shape[1])
-    if rank == 0 or rank > MOST_RANK or not runs_triton(gate_up, h, b, a, weights):
+    if not (runs_triton(gate_up, h, b, a, weights) and _has_room(rank, gate_up.dtype, gate_up.device)):
         return adapted_swiglu_reference(gate_up, h, b, a, weights, offsets, scale)
     dtype = gate_up.dtype
     h, b, a = (None if each is None else each.to(dtype) for each in (h, b, a))
@@ -190,7 +193,13 @@ def adapted_down_reference(
 def _fits(x: Tensor, weight: Tensor, rank: int, *thin: Tensor) -> bool:
     """Return whether the operators support these: the weight must be frozen, and in the dtype of the computation."""
     is_frozen = not weight.requires_grad and weight.dtype == autocast_dtype(x)
-    return is_frozen and 0 < rank <= MOST_RANK and runs_triton(x, weight, *thin)
+    return is_frozen and runs_triton(x, weight, *thin) and _has_room(rank, weight.dtype, x.device)
+
+
+def _has_room(rank: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the tiles of kernels fit into registers and shared memory."""
+    has_memory = dtype != torch.float32 or shared_memory(device) >= _MEMORY_OF_FLOAT32
+    return 0 < rank <= MOST_RANK and has_memory
 
 
 def _places(copies: Permutation | None) -> tuple[Tensor | None, Tensor | None]:

@@ -20,7 +20,7 @@ _MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Stop Python's automatic garbage collection meanwhile. Local.
+    """Stop Python's automatic garbage collection meanwhile, in all threads of the process. Local.
 
     It would examine the boxes of many tensors while they are made, and none of them is garbage. While a CUDA graph is
     captured, it would free earlier graphs, which CUDA forbids.

@@ -2,8 +2,8 @@
 
 What Triton refuses in a kernel, its interpreter may accept. Ops run here on tensors of the CPU, and each launch is a
 compilation for an H100 with the types and constants of its arguments, which launches nothing. `--all` has more types
-and sizes, and compiles to binaries, which takes minutes. The output ends with the kernels that no call reached, and
-those that need more shared memory than an H100 has.
+and sizes, and compiles to binaries, which takes minutes. The output ends with the kernels that no call reached. With
+`--all` these are followed by kernels that need more shared memory than an H100 has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 HOPPER = GPUTarget("cuda", 90, 32)
-RANKS, EXPERTS, TOP_K, TOKENS, WIDTH, ADAPTER_RANK = 2, 4, 2, 24, 64, 8
+RANKS, EXPERTS, TOP_K, TOKENS, WIDTH, ADAPTER_RANK = 2, 4, 2, 24, 128, 8
 HOPPER_SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a program can have on an H100; the compiler does not check them, but the launch does."""
 _lowered: Counter[str] = Counter()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_d9d.ops import adapted_down, adapted_gate_up, adapted_swiglu, moe_permute
+from lightning_d9d.ops import adapted_down, adapted_experts, adapted_gate_up, adapted_swiglu, moe_permute
 from lightning_d9d.ops.adapted_experts import (
     adapted_down_reference,
     adapted_gate_up_reference,
@@ -14,6 +14,7 @@ from lightning_d9d.ops.adapted_experts import (
     thin_product,
 )
 from lightning_d9d.ops.backend import using_kernels
+from lightning_d9d.ops.kernels import adapted_swiglu as swiglu_kernels
 from lightning_d9d.ops.moe_permute import sort_by_expert
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.ops.grid import DEVICES, check_op, dtypes
@@ -223,3 +224,25 @@ def test_sources(device: str) -> None:
         with using_kernels(kernels):
             rows, _, copies = moe_permute(x, indices, None, 4)
             assert_bitwise_equal(kernels, copies.sources().float(), rows.flatten())
+
+
+@pytest.mark.parametrize(("kib", "stages"), [(227, (3, 3)), (163, (3, 2)), (99, (1, 1))])
+def test_stages_fit_into_shared_memory(kib: int, stages: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, for the largest rank."""
+    monkeypatch.setattr(swiglu_kernels, "shared_memory", lambda device: kib * 1024)
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    found = [
+        tile.num_stages(like, RANKS[-1], RANKS[-1]) for tile in (swiglu_kernels._FORWARD, swiglu_kernels._BACKWARD)
+    ]
+    assert tuple(found) == stages
+
+
+@pytest.mark.parametrize(("kib", "launches"), [(227, True), (163, False)])
+def test_float32_needs_the_memory_of_hopper(kib: int, launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other GPUs take ordinary products."""
+    launched = []
+    forward = swiglu_kernels.forward
+    monkeypatch.setattr(adapted_experts, "shared_memory", lambda device: kib * 1024)
+    monkeypatch.setattr(swiglu_kernels, "forward", lambda *arguments: launched.append(forward(*arguments)))
+    check("swiglu", "usual", 2, torch.float32, "cpu")
+    assert bool(launched) == launches

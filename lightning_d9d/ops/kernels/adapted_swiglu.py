@@ -40,7 +40,10 @@ class _Tile(NamedTuple):
     warps: int
 
     def num_stages(self, like: Tensor, rank: int, rank_out: int) -> int:
-        """Return the number of stages that fit into shared memory, beside what products rearrange: about one more."""
+        """Return an estimate of the number of stages that fit into shared memory; in float32 more may fit.
+
+        Products rearrange their tiles. One more stage stands for what they need, which is enough on Hopper.
+        """
         thin = 2 * padded_for_products(rank) + padded_for_products(rank_out)
         num_bytes = self.rows * (self.wide * self.columns + thin) * like.dtype.itemsize
         return max(1, min(self.stages, shared_memory(like.device) // num_bytes - 1))
