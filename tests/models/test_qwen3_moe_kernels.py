@@ -24,9 +24,10 @@ PACKAGES = [pytest.mark.flash_attn_4, pytest.mark.quack]
 """The markers of packages that accept only long sequences and large products, unless a test uses `on_packages`."""
 NUM_STEPS, WINDOW = 500, 50
 MOST_APART = 0.02
-"""The largest difference of mean losses of a window. Roundings differ, and grow from step to step. Runs whose first
-weights differ by 2**-12 of themselves were up to 0.006 apart on torch's kernels in bf16-mixed, and 0.018 on ours. With one
-kind of GPU this test always has the same result."""
+"""The largest difference of mean losses of a window. Roundings differ, and grow from step to step.
+
+Runs whose first weights differ by 2**-12 of themselves were up to 0.006 apart on torch's kernels, and 0.018 on ours, in
+bf16-mixed. On one kind of GPU this test always has the same result."""
 
 
 def check(changes: dict, dtype: torch.dtype, device: str, kernels: Kernels) -> None:
