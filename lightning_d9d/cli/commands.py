@@ -165,9 +165,16 @@ def check_plan(arguments: Sequence[str]) -> None:
         arguments: The words after the subcommand.
 
     Raises:
-        MistakeError: One is missing or illegal.
+        MistakeError: One is missing, illegal or misspelled.
     """
-    plan_parser().parse_known_args(arguments)
+    parser = plan_parser()
+    own = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    for argument in parser.parse_known_args(arguments)[1]:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and "." not in name and (nearest := did_you_mean(name, own)):
+            raise MistakeError(
+                f"{parser.prog} has no option {name!r}{nearest}\nit takes {', '.join(own)}, and those of fit"
+            )
 
 
 def generate_parser() -> argparse.ArgumentParser:

@@ -183,7 +183,8 @@ def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentPa
     place = _at(written, names[: length + 1])
     inner: list[str] = []
     if length == 0:  # the files have the settings of the classes that they choose
-        inner = [name for name in known if name.endswith(f".{names[0]}")] or written.full_names(names[0])
+        inner = [name for name in known if name.endswith(f".{names[0]}")]
+        inner = inner or [name for name in written.full_names(names[0]) if name != names[0]]
     nearest = did_you_mean(inner[0], inner) if inner else did_you_mean(names[length], children)
     return f"{place}{within} has no option {names[length]!r}{nearest}\n{legal}"
 

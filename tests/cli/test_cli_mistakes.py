@@ -96,6 +96,11 @@ BEFORE_TORCH |= {
     ("convert", "a", "b", "c"): ("lightning-d9d convert does not take 'c'\nit takes source and target, and options\n"),
     ("convert", "a", "b", "--overwrite=yes"): "--overwrite takes no value, but got 'yes'\n",
     ("doctor", "--gpu=1"): "lightning-d9d doctor has no option '--gpu'\nit takes --help, --measure\n",
+    ("plan", "--worldsize=8", "--config", "run.yaml"): (
+        "lightning-d9d plan has no option '--worldsize'; did you mean '--world_size'?\n"
+        "it takes --help, --world_size, --gpu, --gpus_per_node, --rows, --tokens, --expert_load, --search, "
+        "--json, --page, --yaml, and those of fit\n"
+    ),
     ("doctor", "now"): "lightning-d9d doctor does not take 'now'\nit takes no arguments\n",
     ("generate", "model", "--promt", "x"): (
         "lightning-d9d generate has no option '--promt'; did you mean '--prompt'?\n"
@@ -324,6 +329,11 @@ IN_THE_FILE = {
     ("max_steps", "max_stepz"): (
         "run.yaml, line 11: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
         "`lightning-d9d fit --help` lists what trainer takes\n"
+    ),
+    ("trainer:", "trainr:"): (
+        "run.yaml, line 10: lightning-d9d fit has no option 'trainr'; did you mean 'trainer'?\n"
+        "lightning-d9d fit takes config, seed_everything, trainer, model, data, predictions, optimizer, lr_scheduler, "
+        "ckpt_path, weights_only\n"
     ),
     ("learning_rate", "learnin_rate"): (
         "run.yaml, line 5: Qwen3MoePretraining has no option 'learnin_rate'; did you mean 'learning_rate'?\n"
