@@ -13,6 +13,7 @@ from lightning_d9d.legal import divisors, nearest
 from lightning_d9d.ops import Permutation, all_to_all_copies, all_to_all_rows, moe_unpermute
 from lightning_d9d.ops.messages import give_way, launched, sending, sending_after, takes_turns
 from lightning_d9d.ops.moe_permute import sort_by_expert
+from lightning_d9d.ops.moe_ranks import ranks_once
 from lightning_d9d.ops.peer_exchange import PeerPlan
 
 MAX_ROWS = torch.iinfo(torch.int32).max
@@ -145,8 +146,7 @@ class AllToAllDispatch:
         """
         experts_of_rank = self.num_experts // self.num_ranks
         ranks = indices // experts_of_rank
-        once = without_repetitions(ranks, self.num_ranks)
-        to_ranks = sort_by_expert(once, self.num_ranks + 1)
+        to_ranks = sort_by_expert(ranks_once(indices, experts_of_rank, self.num_ranks), self.num_ranks + 1)
         copies = (ranks.view(-1, 1) == torch.arange(self.num_ranks, device=ranks.device)).sum(0)
         counts = torch.stack([to_ranks.counts[:-1], copies])
         most = to_ranks._replace(num_rows=len(x) * min(self.num_ranks, indices.shape[1]))
@@ -217,12 +217,6 @@ def _rows_to_send(
 def _made(permutation: Permutation, x: Tensor, notes: Tensor) -> tuple[Tensor, Tensor]:
     """Return copies of tokens and of their expert indices and weights, without gradient."""
     return permutation.copy(x), permutation.copy(notes)
-
-
-def without_repetitions(ranks: Tensor, none: int) -> Tensor:
-    """Replace repeated ranks in each row of the ranks of tokens' experts, `[tokens, top_k]`, by `none`."""
-    is_equal = ranks.unsqueeze(2) == ranks.unsqueeze(1)  # [tokens, top_k, top_k]
-    return torch.where(is_equal.tril(-1).any(2), none, ranks)
 
 
 def _too_many(what: str) -> ConfigError:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
-from lightning_d9d.modules.dispatch import AllToAllDispatch, DispatchedTokens, without_repetitions
+from lightning_d9d.modules.dispatch import AllToAllDispatch, DispatchedTokens
 from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.collectives import group_named
 from lightning_d9d.ops.moe_permute import Permutation, sort_by_expert
+from lightning_d9d.ops.moe_ranks import ranks_once
 from lightning_d9d.ops.peer_buffers import gathered_objects
 from lightning_d9d.ops.peer_exchange import PeerPlan, peer_combine, peer_dispatch, share_counts
 from lightning_d9d.ops.peer_memory import (
@@ -254,7 +255,7 @@ class PeerDispatch:
         if is_off or not exchange.prepare(x, indices.shape[1], num_local):
             return self.plain.dispatch(x, indices, weights)
         triton = runs_triton(x, weights)
-        ranks = without_repetitions(indices // num_local, self.num_ranks).int()
+        ranks = ranks_once(indices, num_local, self.num_ranks)
         to_ranks = sort_by_expert(ranks, self.num_ranks + 1)
         to_experts = sort_by_expert(indices, self.num_experts)
         shared = (exchange.num_rows, exchange.name, triton)

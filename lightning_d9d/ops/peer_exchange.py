@@ -280,9 +280,10 @@ def _new_counts(
 def _share_counts(
     sent: Tensor, counts: Tensor, ends: Tensor, num_rows: int, memory: str, triton: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = _new_counts(sent, counts, ends, num_rows, memory, triton)
+    made, peers = _new_counts(sent, counts, ends, num_rows, memory, triton), peer_memory(memory)
     with waiting():
-        _functions(triton).share_counts(peer_memory(memory), sent.contiguous(), counts, ends, num_rows, *made)
+        _functions(triton).share_counts(peers, sent.contiguous(), counts, ends, num_rows, *made)
+    peers.mark_counted()
     return made
 
 

@@ -123,11 +123,19 @@ class PeerMemory:
         """The number of waits, `status`, and the most tokens and the most copies that have come at a time.
 
         The last number counts programs of an exchange that have written all their tokens."""
+        self.counted: torch.cuda.Event | None = None
+        """The point on the device at which the last exchange knows whether its tokens fit, if the host can wait."""
 
     @property
     def status(self) -> Tensor:
         """The bits `OVERFLOW` and `LATE` that have been set, an int32 on the device."""
         return self.state[1]
+
+    def mark_counted(self) -> None:
+        """Set `counted` to this point of the current stream. The host cannot wait for a point inside a graph. Local."""
+        if self.own.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.counted = self.counted or torch.cuda.Event()
+            self.counted.record(torch.cuda.current_stream(self.own.device))
 
     def view(self, rank: int, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
         """Return a part of a rank's buffer, in place."""

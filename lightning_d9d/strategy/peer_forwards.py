@@ -6,6 +6,9 @@ again by all-to-all. Its results and its loss are those of the second run. Rando
 others. `ExpertBalance` counts tokens once; hooks on the forward see both runs. A backward needs no more room than its
 forward.
 
+The answer is known when the last layer with experts has its counts. On CUDA the question has a stream of its own, which
+waits for that point only. While the device computes the rest of the forward, the host launches what comes next.
+
 Later forwards of the batch travel by all-to-all, too: memory grows at the end of the batch, when no backward needs it.
 A recomputation takes the way of its forward.
 """
@@ -13,8 +16,8 @@ A recomputation takes the way of its forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,7 @@ from lightning_d9d.log import logger
 from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.modules import ExpertBalance
 from lightning_d9d.modules.peer_dispatch import peer_exchanges
-from lightning_d9d.ops.peer_memory import LATE, OVERFLOW
+from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.waits import waiting
 
@@ -60,6 +63,9 @@ class PeerForwards:
             for index, stage in module.indexed_stages.items()
         }
         self._device, self._group, self._lacking = device, group, lacking
+        is_cuda = device.type == "cuda"
+        # Its small kernels do not wait for a large one to end.
+        self._questions = torch.cuda.Stream(device, priority=-1) if is_cuda and self._exchanges else None
         self._is_over = False
         """True if all-to-all has replaced peer dispatch for good on all ranks of the group."""
         self._by_all_to_all: set[tuple[int, int]] = set()
@@ -79,8 +85,12 @@ class PeerForwards:
             return run()
         if not self._by_all_to_all:
             counted = [counter.clone() for counter in self._counters[stage]]
+            for memory in self._memories():
+                memory.counted = None
             result = run()
-            if not self._overflowed():
+            with self._when_counted():
+                overflowed = self._overflowed()
+            if not overflowed:
                 return result
             del result  # with the activations
             self._warn()
@@ -119,6 +129,19 @@ class PeerForwards:
         if self._by_all_to_all:
             for exchange in self._exchanges:
                 exchange.grow(self._lacking)
+
+    def _memories(self) -> list[PeerMemory]:
+        return [memory for exchange in self._exchanges if (memory := exchange.memory) is not None]
+
+    def _when_counted(self) -> AbstractContextManager[Any]:
+        """Return a context whose current stream has waited for the counts of the last forward alone, if it can."""
+        memories = self._memories()
+        points = [memory.counted for memory in memories if memory.counted is not None]
+        if self._questions is None or len(points) < len(memories):
+            return nullcontext()
+        for point in points:
+            self._questions.wait_event(point)
+        return torch.cuda.stream(self._questions)
 
     def _overflowed(self) -> bool:
         """Return whether tokens had no room on any rank of the group, and note whether any rank has peers."""

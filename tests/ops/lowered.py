@@ -159,7 +159,7 @@ def run_thin_products(dtype: torch.dtype) -> None:
 
 def run_moves(dtype: torch.dtype) -> None:
     """Call what moves rows of tokens: on a rank, and between ranks that write into each other's memory."""
-    from lightning_d9d.ops.kernels import linear_cross_entropy, moe_permute, peer_exchange, peer_words
+    from lightning_d9d.ops.kernels import linear_cross_entropy, moe_permute, moe_ranks, peer_exchange, peer_words
     from lightning_d9d.ops.peer_memory import Notes, PeerLayout, PeerMemory
 
     x, copies = torch.ones(TOKENS, WIDTH, dtype=dtype), torch.ones(TOKENS * TOP_K, WIDTH, dtype=dtype)
@@ -169,6 +169,7 @@ def run_moves(dtype: torch.dtype) -> None:
     moe_permute.fill_sources(places, torch.zeros(len(copies), dtype=torch.int32))
     moe_permute.clear_padding(counts, offsets, copies)
     moe_permute.dot_rows(x, copies, places, weights)
+    moe_ranks.ranks_once(places.long(), EXPERTS // RANKS, RANKS, places)
 
     layout = PeerLayout(RANKS, EXPERTS // RANKS, TOKENS, WIDTH * dtype.itemsize, TOP_K)
     memory = PeerMemory([torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(RANKS)], 0, layout)

@@ -9,7 +9,10 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("options", [pytest.param([], id="to IR"), pytest.param(["--all"], marks=pytest.mark.meshes)])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], id="to IR"), pytest.param(["--all"], marks=[pytest.mark.meshes, pytest.mark.timeout(1200)])],
+)
 def test_every_kernel_compiles(options: list[str]) -> None:
     """In a process without the interpreter. The exit code counts kernels that no call reached or that cannot run."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

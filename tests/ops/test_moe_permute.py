@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from lightning_d9d.ops.moe_permute import (
     sort_by_expert,
     sort_reference,
 )
+from lightning_d9d.ops.moe_ranks import ranks_once
 from lightning_d9d.ops.multihot import indices_from_multihot, multihot_from_indices
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
-from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes, unwritten_memory_is_nan
+from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes, laid_out, unwritten_memory_is_nan
 
 SHAPES = [(1, 5, 1, 1), (7, 48, 6, 2), (13, 33, 4, 3), (3, 2056, 2, 2), (2, 1100, 7, 5)]
 """Tokens, width, experts, and how many a token visits; of the wide ones a program sees several parts."""
@@ -300,6 +302,7 @@ def test_under_the_compiler(device: str) -> None:
             (ops.moe_sum_rows, (rows, places, weights, counts, offsets, True)),
             (ops.moe_copy_and_dot_rows, (x.detach(), rows.detach(), places, weights.detach(), counts, offsets, True)),
             (ops.moe_sort, (tensors["indices"], 5, 4)),
+            (ops.moe_ranks, (tensors["indices"], 3, 2)),
         ):
             checks = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(op, arguments, test_utils=checks)
@@ -320,6 +323,23 @@ def test_kernels_of_the_backward_are_those_of_the_forward(monkeypatch: pytest.Mo
     with using_kernels("triton"):
         rows.sum().backward()
     assert_bitwise_equal("gradient", x.grad, torch.full_like(x, 2))
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_local", "num_ranks"),
+    [(1, 1, 3, 1), (300, 8, 16, 8), (1030, 3, 5, 2), (7, 6, 1, 9), (0, 2, 4, 2)],
+)
+def test_ranks_of_tokens_come_once(device: str, num_tokens: int, top_k: int, num_local: int, num_ranks: int) -> None:
+    """The kernel and torch's operators find, for each token, what a loop over its experts does."""
+    experts = make_indices(num_tokens, num_local * num_ranks, top_k)
+    ranks = [[expert // num_local for expert in row] for row in experts.tolist()]
+    once = [[num_ranks if rank in row[:k] else rank for k, rank in enumerate(row)] for row in ranks]
+    expected = torch.tensor(once, dtype=torch.int32, device=device).view(num_tokens, top_k)
+    for kernels, dtype, layout in product(("torch", "triton"), (torch.int32, torch.int64), LAYOUTS[:3]):
+        given = laid_out(experts, layout).to(device, dtype)
+        with using_kernels(kernels), unwritten_memory_is_nan():
+            assert_bitwise_equal(f"{kernels}, {dtype}", ranks_once(given, num_local, num_ranks), expected)
 
 
 def test_multihot_there_and_back() -> None:

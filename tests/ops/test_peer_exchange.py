@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_d9d.modules.dispatch import without_repetitions
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.kernels import peer_exchange as kernels
 from lightning_d9d.ops.moe_permute import Permutation, sort_by_expert
+from lightning_d9d.ops.moe_ranks import ranks_once
 from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, Notes, PeerLayout, PeerMemory
 from tests.harness.compare import assert_bitwise_equal
 from tests.ops.grid import DEVICES
@@ -56,7 +56,7 @@ def make_ranks(device: str, num_rows: int, most_tokens: int = MOST_TOKENS) -> li
     for rank, num_tokens in enumerate(NUM_TOKENS):
         x = torch.randn(num_tokens, WIDTH, generator=generator).to(device)
         weights, experts = torch.rand(num_tokens, num_experts, generator=generator).to(device).topk(TOP_K)
-        ranks = without_repetitions(experts // NUM_LOCAL, NUM_RANKS).int()
+        ranks = ranks_once(experts, NUM_LOCAL, NUM_RANKS)
         to_ranks, to_experts = sort_by_expert(ranks, NUM_RANKS + 1), sort_by_expert(experts, num_experts)
         results = (ranks.new_empty(3, NUM_RANKS), ranks.new_empty(num_experts), ranks.new_empty(NUM_LOCAL))
         memory = PeerMemory(buffers, rank, layout)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -172,6 +172,37 @@ def test_backwards_go_the_way_of_their_forwards(rank: RankContext, recompute: An
     actual, overflows = fit(rank, parallel, forced={1, 6}, **options)
     # Later forwards of the batch do not ask, and the next batch has room again.
     assert overflows == [False, True, *[False] * 4, True]
+    assert_tensors_close(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.ranks(2)
+def test_the_host_does_not_wait_for_the_rest_of_a_forward(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is busy for a second after the layers with experts, and the host has its answer before that ends.
+
+    So it has when tokens had no room, and the forward runs again.
+    """
+    forward, have_ended = PeerForwards.forward, []
+
+    def with_more_work(peers: PeerForwards, stage: int, microbatch: int, run: Callable[[], Any]) -> Any:
+        ends = torch.cuda.Event()
+
+        def longer() -> Any:
+            result = run()
+            torch.cuda._sleep(2_000_000_000)
+            ends.record()
+            return result
+
+        result = forward(peers, stage, microbatch, longer)
+        have_ended.append(ends.query())
+        return result
+
+    expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
+    monkeypatch.setattr(PeerForwards, "forward", with_more_work)
+    actual, overflows = fit(rank, ParallelConfig(expert_dispatch="peer", expert_capacity=1.0))
+    assert True in overflows
+    assert have_ended == [False] * STEPS
     assert_tensors_close(actual, expected)
 
 
