@@ -178,7 +178,7 @@ def test_backwards_go_the_way_of_their_forwards(rank: RankContext, recompute: An
 @pytest.mark.gpu
 @pytest.mark.two_gpus
 @pytest.mark.ranks(2)
-def test_the_host_does_not_wait_for_the_rest_of_a_forward(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_does_not_wait_for_the_rest_of_a_forward(rank: RankContext) -> None:
     """The device is busy for a second after the layers with experts, and the host has its answer before that ends.
 
     So it has when tokens had no room, and the forward runs again.
@@ -199,8 +199,9 @@ def test_the_host_does_not_wait_for_the_rest_of_a_forward(rank: RankContext, mon
         return result
 
     expected, _ = fit(rank, ParallelConfig(expert_dispatch="all_to_all"))
-    monkeypatch.setattr(PeerForwards, "forward", with_more_work)
-    actual, overflows = fit(rank, ParallelConfig(expert_dispatch="peer", expert_capacity=1.0))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(PeerForwards, "forward", with_more_work)
+        actual, overflows = fit(rank, ParallelConfig(expert_dispatch="peer", expert_capacity=1.0))
     assert True in overflows
     assert have_ended == [False] * STEPS
     assert_tensors_close(actual, expected)
