@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_d9d.cli.wording import MistakeError, either, must_be
-from lightning_d9d.errors import did_you_mean
+from lightning_d9d.errors import did_you_mean, nearest_choice
 from lightning_d9d.paths import missing
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -35,15 +35,27 @@ class _Parser(argparse.ArgumentParser):
         Raises:
             MistakeError: An argument is unknown, missing or illegal.
         """
-        actions = {name: action for action in self._actions for name in action.option_strings}
-        options = [name for name in actions if name.startswith("--")]
+        known = [name for action in self._actions for name in action.option_strings]
         for argument in arguments[: arguments.index("--") if "--" in arguments else None]:
             name = argument.partition("=")[0]
-            if name.startswith("-") and name not in ("-", *actions) and " " not in name and not _NUMBER.match(name):
-                raise MistakeError(
-                    f"{self.prog} has no option {name!r}{did_you_mean(name, options)}\nit takes {', '.join(options)}"
-                )
+            if name.startswith("-") and name not in ("-", *known) and " " not in name and not _NUMBER.match(name):
+                raise self.unknown(name)
         return super().parse_args(arguments)
+
+    def options(self) -> list[str]:
+        """Return the long names of all options."""
+        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+    def unknown(self, name: str, others: str = "") -> MistakeError:
+        """Return the error of an unknown option, with the legal ones.
+
+        Args:
+            name: The unknown option.
+            others: The end of the list of legal options.
+        """
+        options = self.options()
+        nearest = did_you_mean(name, options)
+        return MistakeError(f"{self.prog} has no option {name!r}{nearest}\nit takes {', '.join(options)}{others}")
 
     def error(self, message: str) -> NoReturn:
         """Translate argparse's error into the user's words."""
@@ -127,7 +139,7 @@ def report_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_parser() -> argparse.ArgumentParser:
+def plan_parser() -> _Parser:
     """Make the parser of `plan`'s own options; all others are those of `fit`."""
     parser = _Parser("plan", "Tells what the run of a configuration holds, sends and takes; options of fit follow.")
     parser.add_argument(
@@ -168,13 +180,10 @@ def check_plan(arguments: Sequence[str]) -> None:
         MistakeError: One is missing, illegal or misspelled.
     """
     parser = plan_parser()
-    own = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     for argument in parser.parse_known_args(arguments)[1]:
         name = argument.partition("=")[0]
-        if name.startswith("--") and "." not in name and (nearest := did_you_mean(name, own)):
-            raise MistakeError(
-                f"{parser.prog} has no option {name!r}{nearest}\nit takes {', '.join(own)}, and those of fit"
-            )
+        if name.startswith("--") and "." not in name and nearest_choice(name, parser.options()):
+            raise parser.unknown(name, ", and those of fit")
 
 
 def generate_parser() -> argparse.ArgumentParser:

@@ -29,14 +29,12 @@ from lightning_d9d.ops.grouped_gemm import choose_backend, chosen_grouped_gemm, 
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.moe_permute import Permutation, copy_tokens, sum_copies
 from lightning_d9d.ops.operator import define
-from lightning_d9d.ops.rows import shared_memory
+from lightning_d9d.ops.rows import HOPPER_SHARED_MEMORY, shared_memory
 from lightning_d9d.ops.sharded_weights import local_shard
 from lightning_d9d.ops.swiglu import swiglu
 
 MOST_RANK = 64
 """Largest rank whose tiles fit into registers; larger ones take ordinary grouped products."""
-_MEMORY_OF_FLOAT32 = 227 * 1024
-"""Bytes of shared memory that kernels in float32 may need: those of Hopper. Other GPUs take ordinary products."""
 _MOST_READ = 96
 """Columns of all experts' matrices, by copies of a token: a dense product with this many takes as long as reading all
 rows."""
@@ -197,8 +195,8 @@ def _fits(x: Tensor, weight: Tensor, rank: int, *thin: Tensor) -> bool:
 
 
 def _has_room(rank: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the tiles of kernels fit into registers and shared memory."""
-    has_memory = dtype != torch.float32 or shared_memory(device) >= _MEMORY_OF_FLOAT32
+    """Return whether the tiles of kernels fit into registers and shared memory; in float32 only Hopper's is enough."""
+    has_memory = dtype != torch.float32 or shared_memory(device) >= HOPPER_SHARED_MEMORY
     return 0 < rank <= MOST_RANK and has_memory
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HOPPER_SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a program can have on Hopper, and in Triton's interpreter, which has no limit."""
 _LEAST_OF_PRODUCTS = 16
 """The fewest rows and columns of a product that tensor cores support; the others are zero."""
 _PROGRAMS_A_PROCESSOR = 4
 """Number of programs that fit on a multiprocessor at a time: some compute while others wait for memory."""
-_SHARED_MEMORY_ON_CPU = 227 * 1024
-"""Bytes in Triton's interpreter, which has no limit: those of an H100."""
 _PROGRAMS_ON_CPU = 3
 """Number of programs in Triton's interpreter, one after the other; several, so that tests cover the addition of their
 sums."""
@@ -52,7 +52,7 @@ def num_programs(num_tiles: int, device: torch.device, a_processor: int = _PROGR
 
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program can have."""
-    return _SHARED_MEMORY_ON_CPU if device.type == "cpu" else gpu_properties(device).shared_memory_per_block_optin
+    return HOPPER_SHARED_MEMORY if device.type == "cpu" else gpu_properties(device).shared_memory_per_block_optin
 
 
 def _num_processors(device: torch.device) -> int:

@@ -11,14 +11,18 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 import torch
 
 from tests.benchmarks.frame import MIN_STEP_SECONDS, run_case
+from tests.benchmarks.options import check_choices, count, folder, naming, new_file, positive
 
 NAMES = (
     "strategy_overhead",
@@ -47,87 +51,137 @@ NAMES = (
     "replica_links",
     "replica_mixing",
 )
-SELECTIONS = {
-    "pipeline": ("schedules", "microbatches"),
-    "ops": ("ops", "sizes"),
-    "train_step": ("peers",),
-    "fine_tune": ("layers", "experts", "seconds", "recompute", "contenders", "folder"),
-    "step_in_backward": ("layers",),
-    "optimizer_loss": ("methods", "rates", "steps", "jobs"),
-    "data": ("file_gib", "memory"),
-    "whole_model": (
-        *("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
-        *("accumulate", "deterministic", "folder", "mesh", "schedule"),
-        *("num_microbatches", "routing", "profile"),
-    ),
-    "expert_messages": ("layers", "steps"),
-    "plan_runs": ("gpus",),
-    "expert_peers": ("gpus", "layers", "contenders", "steps", "rows", "recompute", "seconds"),
-    "replica_loss": ("steps", "rows", "rates"),
-}
-"""Options of single benchmarks."""
+COMMON = ("names", "device", "repeats", "cases", "output", "quick")
+"""The options of all benchmarks; each of the others is a parameter of some `cases`."""
+
+Chosen = tuple[str, ModuleType, Any]
+"""A benchmark's name and module, and one of its cases."""
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Runs benchmarks one after another, prints a table for each case and writes the JSON. 1 if a target is missed."""
-    arguments = _parse()
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    try:
+        chosen = _chosen(arguments)
+    except ValueError as error:
+        parser.error(str(error))
     results, missed = [], False
     directory = os.environ.get("OUT")
-    for name in arguments.names or NAMES:
-        module = import_module(f"tests.benchmarks.{name}")
-        options = {option: getattr(arguments, option) for option in SELECTIONS.get(name, ())}
-        selected = {option: value for option, value in options.items() if value is not None}
-        for case in module.cases(arguments.device, arguments.quick, **selected):
-            if arguments.cases and not any(words in case.name for words in arguments.cases):
-                continue
-            if arguments.device == "cuda" and torch.cuda.device_count() < case.num_processes:
-                print(f"{name}, {case.name}: left out, needs {case.num_processes} GPUs", flush=True)
-                continue
-            if arguments.repeats is not None:
-                case = dataclasses.replace(case, repeats=arguments.repeats)
-            load_before = os.getloadavg()[0]
-            result = {"benchmark": name, **getattr(module, "run_case", run_case)(case, arguments.device)}
-            result["load_average"] = [load_before, os.getloadavg()[0]]
-            results.append(result)
-            print(getattr(module, "table", table)(result, arguments.device), flush=True)
-            if arguments.output is not None:
-                report = {"quick": arguments.quick, "machine": machine(arguments.device), "results": results}
-                arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-            if directory and hasattr(module, "write"):
-                module.write(result, Path(directory), arguments.device)
-            missed |= "missed" in getattr(module, "verdicts", verdicts)(result)
+    for name, module, case in chosen:
+        if arguments.device == "cuda" and torch.cuda.device_count() < case.num_processes:
+            print(f"{name}, {case.name}: left out, needs {case.num_processes} GPUs", flush=True)
+            continue
+        load_before = os.getloadavg()[0]
+        result = {"benchmark": name, **getattr(module, "run_case", run_case)(case, arguments.device)}
+        result["load_average"] = [load_before, os.getloadavg()[0]]
+        results.append(result)
+        print(getattr(module, "table", table)(result, arguments.device), flush=True)
+        if arguments.output is not None:
+            report = {"quick": arguments.quick, "machine": machine(arguments.device), "results": results}
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        if directory and hasattr(module, "write"):
+            module.write(result, Path(directory), arguments.device)
+        missed |= "missed" in getattr(module, "verdicts", verdicts)(result)
     return int(missed)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=main.__doc__)
+def _chosen(arguments: argparse.Namespace) -> list[Chosen]:
+    """Return the cases to run.
+
+    Raises:
+        ValueError: An option has an illegal value, or does nothing.
+    """
+    check_choices("benchmark", arguments.names, NAMES)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU; choose cpu")
+    modules = {name: import_module(f"tests.benchmarks.{name}") for name in arguments.names or NAMES}
+    given = {name: value for name, value in vars(arguments).items() if name not in COMMON and value is not None}
+    taken = {name: [*signature(module.cases).parameters][2:] for name, module in modules.items()}
+    legal = {option: f"--{option}" for options in taken.values() for option in options}
+    for option in given.keys() - legal.keys():
+        takes = f"takes {', '.join(legal.values())}" if legal else "has no options of its own"
+        raise ValueError(f"--{option} {given[option]} does nothing: {' '.join(modules)} {takes}")
+    found = []
+    for name, module in modules.items():
+        options = {option: value for option, value in given.items() if option in taken[name]}
+        with naming(name):
+            found += [(name, module, case) for case in module.cases(arguments.device, arguments.quick, **options)]
+    return _with_rounds(_with_words(found, arguments.cases), arguments.repeats)
+
+
+def _with_words(found: list[Chosen], words: Sequence[str] | None) -> list[Chosen]:
+    """Return the cases whose names have one of these words; without any, all."""
+    names = {case.name: repr(case.name) for _, _, case in found}
+    for word in words or ():
+        if not any(word in name for name in names):
+            raise ValueError(f"--cases {word!r} is in no name of a case; choose from {', '.join(names.values())}")
+    return [each for each in found if words is None or any(word in each[2].name for word in words)]
+
+
+def _with_rounds(found: list[Chosen], repeats: int | None) -> list[Chosen]:
+    """Return the cases with this number of rounds, where they have any."""
+    if repeats is None:
+        return found
+    if not any(hasattr(case, "repeats") for _, _, case in found):
+        raise ValueError(
+            f"--repeats {repeats} does nothing: {' '.join({name: 0 for name, _, _ in found})} has no rounds"
+        )
+    return [
+        (name, module, dataclasses.replace(case, repeats=repeats) if hasattr(case, "repeats") else case)
+        for name, module, case in found
+    ]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reads arguments; a mistake is one line, without usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with the exit code 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m tests.benchmarks", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, help="rounds to time; more of them narrow the interval")
+    parser.add_argument("--repeats", type=count, help="rounds to time; more of them narrow the interval")
     parser.add_argument("--cases", nargs="+", help="only those whose names contain one of these")
-    parser.add_argument("--output", type=Path, help="JSON file for raw samples, conditions and the machine")
+    parser.add_argument("--output", type=new_file, help="JSON file for raw samples, conditions and the machine")
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
+    _add_options(parser)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of single benchmarks."""
     parser.add_argument("--schedules", nargs="+", help="of `pipeline`; the first is the peer of the others")
-    parser.add_argument("--microbatches", nargs="+", type=int, help="of `pipeline`")
+    parser.add_argument("--microbatches", nargs="+", type=count, help="of `pipeline`")
     parser.add_argument("--ops", nargs="+", help="of `ops`")
-    parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
-    parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")
+    parser.add_argument("--sizes", nargs="+", type=positive, help="of `ops`, as multiples of the shape; default: 1")
+    parser.add_argument("--peers", choices=("best", "all"), help="of `train_step`; default: all")
     parser.add_argument(
         "--layers",
-        type=int,
+        type=count,
         help="of `fine_tune`, `step_in_backward`, `whole_model`, `expert_peers`: of the model",
     )
     parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
-    parser.add_argument("--seconds", type=int, help="of `fine_tune` and `expert_peers`: that a contender has")
+    parser.add_argument("--seconds", type=count, help="of `fine_tune` and `expert_peers`: that a contender has")
     parser.add_argument(
         "--contenders", nargs="+", help="of `expert_peers` and `fine_tune`, here begins of names; default: all"
     )
     parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
     parser.add_argument(
-        "--rates", nargs="+", type=float, help="of `optimizer_loss` (a single one is taken untried) and `replica_loss`"
+        "--rates",
+        nargs="+",
+        type=positive,
+        help="of `optimizer_loss` (a single one is taken untried) and `replica_loss`",
     )
-    parser.add_argument("--steps", type=int, help="of `optimizer_loss`, `whole_model`, `expert_peers`, `replica_loss`")
-    parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time, on all GPUs together")
-    parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
+    parser.add_argument(
+        "--steps", type=count, help="of `optimizer_loss`, `whole_model`, `expert_peers`, `replica_loss`"
+    )
+    parser.add_argument("--jobs", type=count, help="of `optimizer_loss`: runs at a time, on all GPUs together")
+    parser.add_argument("--file_gib", type=positive, help="of `data`: size of the file of tokens; default: 40")
     parser.add_argument(
         "--memory", choices=("held", "free"), help="of `data`: whether others hold memory; default: held"
     )
@@ -141,31 +195,26 @@ def _parse() -> argparse.Namespace:
         help="of `whole_model`: the axes of `MeshConfig`; default: the YAML's",
     )
     parser.add_argument("--schedule", help="of `whole_model`: that of a pipeline")
-    parser.add_argument("--num_microbatches", type=int, help="of `whole_model`: those of a pipeline")
-    parser.add_argument("--profile", type=int, help="of `whole_model`: the number of last steps that are profiled")
+    parser.add_argument("--num_microbatches", type=count, help="of `whole_model`: those of a pipeline")
+    parser.add_argument("--profile", type=count, help="of `whole_model`: the number of last steps that are profiled")
     parser.add_argument("--routing", choices=("natural", "even"), help="of `whole_model`; even forces the choices")
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
-    parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
+    parser.add_argument("--tokens", type=count, help="of `whole_model`: in a row")
     parser.add_argument(
-        "--rows", type=int, help="of `whole_model`, `expert_peers`, `replica_loss`: in a batch of a rank"
+        "--rows", type=count, help="of `whole_model`, `expert_peers`, `replica_loss`: in a batch of a rank"
     )
     parser.add_argument(
         "--recompute",
         help="of `whole_model` and `expert_peers`, as in `ParallelConfig`; of `fine_tune` several, with commas",
     )
     parser.add_argument("--states", choices=("bfloat16", "uint8"), help="of `whole_model`: dtype of optimizer states")
-    parser.add_argument("--accumulate", type=int, help="of `whole_model`: batches of an optimizer step")
+    parser.add_argument("--accumulate", type=count, help="of `whole_model`: batches of an optimizer step")
     parser.add_argument(
         "--deterministic", action="store_true", default=None, help="of `whole_model`: the same bits in each run"
     )
     parser.add_argument(
-        "--folder", type=Path, help="of `whole_model` and `fine_tune`: keeps its files, for a command that goes on"
+        "--folder", type=folder, help="of `whole_model` and `fine_tune`: keeps its files, for a command that goes on"
     )
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(NAMES):
-        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; choose from {', '.join(NAMES)}")
-    return arguments
 
 
 def machine(device_type: str) -> dict[str, Any]:

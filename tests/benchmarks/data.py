@@ -62,12 +62,14 @@ class LoaderCase:
     num_processes: int = 1
 
 
-def cases(device_type: str, quick: bool, file_gib: float | None = None, memory: str = "held") -> list[Any]:
+def cases(device_type: str, quick: bool, file_gib: float | None = None, memory: str | None = None) -> list[Any]:
     """The loader from a file of 40 GiB, or what the disk has room for; on a GPU the step, too."""
+    if quick and memory is not None:
+        raise ValueError(f"--memory {memory} does nothing with --quick, which holds none")
     path = str(make_file(file_gib, quick))
     size = {"batch_size": 2, "sequence_length": 32} if quick else {"batch_size": 16, "sequence_length": 4096}
     rounds = {"num_batches": 8, "repeats": 2} if quick else {"num_batches": 200, "repeats": 6}
-    holds = memory == "held" and not quick
+    holds = memory != "free" and not quick
     loader = LoaderCase(name="loader", path=path, is_judged=not quick, fills_memory=holds, **size, **rounds)
     if device_type == "cpu" and not quick:
         return [loader]

@@ -25,8 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_d9d import ParallelConfig
 from tests.benchmarks.expert_peers_job import FIRST_STEPS, Job
 from tests.benchmarks.frame import LOSS_TOLERANCE, spread
+from tests.benchmarks.options import check_choices, naming
 from tests.benchmarks.plan_runs import finish
 
 OURS = "ours"
@@ -75,8 +77,9 @@ def cases(
     seconds: int = MOST_SECONDS,
 ) -> list[PeersCase]:
     """The 30b-a3b geometry with some of its layers, or all; on a CPU a tiny one."""
-    if unknown := set(contenders) - set(CONTENDERS):
-        raise ValueError(f"unknown contenders {', '.join(sorted(unknown))}; choose from {', '.join(CONTENDERS)}")
+    check_choices("--contenders", contenders, CONTENDERS)
+    with naming(f"--recompute {recompute}"):
+        ParallelConfig(recompute=recompute)
     if steps <= FIRST_STEPS:
         raise ValueError(f"--steps {steps} leaves none to time behind the first {FIRST_STEPS}; give more")
     is_tiny = quick or device_type == "cpu"

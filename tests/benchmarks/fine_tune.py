@@ -40,6 +40,7 @@ from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.peft import LoRA, inject
 from tests.benchmarks.first_import import importing_first
 from tests.benchmarks.frame import LOSS_TOLERANCE, Case, Contender, rank_main, summarize
+from tests.benchmarks.options import check_choices, naming
 from tests.benchmarks.train_step import (
     Loop,
     OwnLoop,
@@ -107,7 +108,7 @@ class Adapters:
 def cases(
     device_type: str,
     quick: bool,
-    layers: int = 8,
+    layers: int | None = None,
     experts: Sequence[str] = IMPLEMENTATIONS,
     seconds: int = MOST_SECONDS,
     recompute: str = RECOMPUTE,
@@ -119,28 +120,55 @@ def cases(
     Args:
         device_type: "cuda" or "cpu".
         quick: Whether a small model is trained.
-        layers: The number of layers.
+        layers: The number of layers; by default 8, or all of a small model.
         experts: Implementations of experts in transformers.
         seconds: The most time of a contender.
         recompute: Kinds of recomputation, with commas between them.
         contenders: The only ones that run, in this order, each by the begin of its name. None: all.
         folder: Keeps what was measured. What it has already is not measured again.
     """
-    same = {"seconds": seconds, "recompute": recompute, "only": contenders, "folder": folder}
+    check_choices("--experts", experts, IMPLEMENTATIONS)
+    for kind in recompute.split(","):
+        with naming(f"--recompute {kind}"):
+            ParallelConfig(recompute="full" if kind == "unsloth" else kind)
+    same = {"seconds": seconds, "recompute": recompute, "folder": folder}
     if quick or device_type == "cpu":
-        work = Work(config=Qwen3MoeConfig.preset("tiny"), dtype=torch.float32, num_rows=2, sequence_length=32)
+        tiny = Qwen3MoeConfig.preset("tiny")
+        config = replace(tiny, num_hidden_layers=layers or tiny.num_hidden_layers)
+        work = Work(config=config, dtype=torch.float32, num_rows=2, sequence_length=32)
         rounds: dict[str, Any] = dict(warmup_steps=2, block_steps=1, repeats=2 if quick else 12)
-        return [case("small model", work, Adapters(2), [Adapters(2)], experts, None, **same, **rounds)]
-    config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers)
+        small = case("small model", work, Adapters(2), [Adapters(2)], experts, None, **same, **rounds)
+        return _with_contenders([small], contenders)
+    config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers or 8)
     work = Work(config=config, dtype=torch.bfloat16, num_rows=4, sequence_length=4096)
-    rounds = dict(warmup_steps=3, block_steps=1 if layers >= WHOLE else 2, repeats=8)
+    rounds = dict(warmup_steps=3, block_steps=1 if config.num_hidden_layers >= WHOLE else 2, repeats=8)
     of_ours, limit = [Adapters(), Adapters(RANK), Adapters(2)], 1 / LEAST_OF_PEER
-    return [
+    found = [
         case("peft on attention", work, Adapters(), of_ours, experts, limit, **same, **rounds),
         case("peft on experts, too", work, Adapters(2), of_ours[-1:], experts, limit, **same, **rounds),
         case("peft on experts at rank 16", work, Adapters(RANK), [Adapters(RANK)], experts, limit, **same, **rounds),
         of_all("all parameters", work, EIGHT_BITS, experts[:1], 1 / LEAST_OF_WHOLE, **same, **rounds),
     ]
+    return _with_contenders(found, contenders)
+
+
+def _with_contenders(found: Sequence[Case], begins: Sequence[str]) -> list[Case]:
+    """Return the cases with only the contenders whose names have these begins, in this order; without any, with all.
+
+    Raises:
+        ValueError: No name has one of the begins.
+    """
+    if not begins:
+        return [*found]
+    names = {name: case for case in found for name in case.contenders}
+    for begin in begins:
+        if not any(name.startswith(begin) for name in names):
+            raise ValueError(f"--contenders {begin!r} begins no name; choose from {', '.join(map(repr, names))}")
+    chosen = [
+        {name: build for begin in begins for name, build in case.contenders.items() if name.startswith(begin)}
+        for case in found
+    ]
+    return [replace(case, contenders=each, peer=next(iter(each), "")) for case, each in zip(found, chosen, strict=True)]
 
 
 def of_all(
@@ -186,7 +214,6 @@ def _case(
     *,
     seconds: int,
     recompute: str,
-    only: Sequence[str],
     folder: Path | None,
     rank_of_attention: int | None = None,
     **rounds: Any,
@@ -198,8 +225,6 @@ def _case(
         for kind in recompute.split(",")
         if build.func.knows(kind)
     }
-    if only:
-        tried = {each: build for begin in only for each, build in tried.items() if each.startswith(begin)}
     rank = {} if rank_of_attention is None else {"rank of attention": rank_of_attention}
     return Case(
         name=name,

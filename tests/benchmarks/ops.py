@@ -27,6 +27,7 @@ from lightning_d9d.state.threads import uncollected
 from tests.benchmarks.frame import ratio_of_pairs, spread
 from tests.benchmarks.op_case import ON_CUDA, QUICK, Inputs, OpCase, Sizes, Work
 from tests.benchmarks.op_cases import op_cases
+from tests.benchmarks.options import check_choices
 
 OURS = "ours"
 LEAST_SHARE = 0.85
@@ -54,10 +55,9 @@ def cases(
 ) -> list[OpCase]:
     """Return the cases of the chosen ops, at each of these factors on the shape of Qwen3-30B-A3B. On a CPU they are
     tiny."""
-    shape, scales = (QUICK, [1.0]) if quick or device_type == "cpu" else (Sizes(), sizes or [1.0])
-    chosen = [replace(case, scale=scale) for scale in scales for case in op_cases(shape.scaled(scale))]
-    if unknown := set(ops or ()) - {case.op for case in chosen}:
-        raise ValueError(f"no ops {', '.join(sorted(unknown))}; choose from {', '.join({c.op: 0 for c in chosen})}")
+    shape = QUICK if quick or device_type == "cpu" else Sizes()
+    chosen = [replace(case, scale=scale) for scale in sizes or [1.0] for case in op_cases(shape.scaled(scale))]
+    check_choices("--ops", ops or (), {case.op: case for case in chosen})
     chosen = [case for case in chosen if not ops or case.op in ops]
     return [replace(case, repeats=2) for case in chosen] if quick else chosen
 

@@ -37,6 +37,7 @@ from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
 from lightning_d9d.optim import MuonAdamW, StochasticAdamW
 from lightning_d9d.sync.buckets import GradSyncConfig
+from tests.benchmarks.options import check_choices
 
 PEER, MUON = "AdamW, float32", "Muon, float32"
 MOST = 1.005
@@ -140,8 +141,7 @@ def cases(
         found = [LossCase(name="tiny", config=Qwen3MoeConfig.preset("tiny"), rates=(1e-3, 3e-3, 6e-3))]
         of_100m = LossCase(name="100M", config=OF_100M, rows=32, rates=(1e-4, 2e-4, 5e-4))
         found += [of_100m, WIDE] if device_type == "cuda" else []
-    if unknown := set(methods or ()) - set(KINDS):
-        raise ValueError(f"unknown methods {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
+    check_choices("--methods", methods or (), KINDS)
     given = {"kinds": methods and tuple(methods), "rates": rates and tuple(rates), "steps": steps, "jobs": jobs}
     return [replace(case, **{name: value for name, value in given.items() if value is not None}) for case in found]
 

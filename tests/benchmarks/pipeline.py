@@ -40,6 +40,7 @@ from lightning_d9d.schedule import Span, parse, plot, resolve_schedule
 from lightning_d9d.strategy.pipeline import Pipeline
 from tests.benchmarks import pipeline_probe
 from tests.benchmarks.frame import Case
+from tests.benchmarks.options import naming
 
 _WHOLE = {
     "1f1b": "Schedule1F1B",
@@ -97,6 +98,8 @@ def case(work: Work, schedules: Sequence[str], judges: bool, **rounds: Any) -> C
     """Ours of each schedule, and torch's of those that are in `TORCH`."""
     contenders: dict[str, Any] = {}
     for name in schedules:
+        with naming(f"--schedules {name}"):
+            resolve_schedule(name.removesuffix(COMPILED)).program(work.num_ranks, work.num_microbatches)
         contenders[name] = partial(Ours, work, name)
         if name in TORCH:
             contenders[f"{name}, torch"] = partial(Torchs, work, name)

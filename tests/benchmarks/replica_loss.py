@@ -68,12 +68,10 @@ def cases(
 ) -> list[ReplicaLossCase]:
     """Four and eight replicas; with `quick` two, for two steps."""
     if quick:
-        return [
-            ReplicaLossCase(
-                name="2 replicas", num_processes=2, config=SMALL, steps=2, rows=2, length=32, num_validations=1
-            )
-        ]
-    found = [ReplicaLossCase(name=f"{number} replicas", num_processes=number) for number in (4, 8)]
+        small: dict[str, Any] = dict(config=SMALL, steps=2, rows=2, length=32, num_validations=1)
+        found = [ReplicaLossCase(name="2 replicas", num_processes=2, **small)]
+    else:
+        found = [ReplicaLossCase(name=f"{number} replicas", num_processes=number) for number in (4, 8)]
     given = {"steps": steps, "rows": rows, "rates": rates and tuple(rates)}
     return [replace(case, **{name: value for name, value in given.items() if value is not None}) for case in found]
 

@@ -38,14 +38,14 @@ WORK = {
 """Dtype of the states, and what is recomputed. With all activations of a batch there, the peak is at the loss."""
 
 
-def cases(device_type: str, quick: bool, layers: int = 8) -> list[Case]:
+def cases(device_type: str, quick: bool, layers: int | None = None) -> list[Case]:
     """One for each kind of work: layers of `30b-a3b` on a GPU, else the tiny model. Quick ones have two layers."""
     if device_type == "cuda" and not quick:
-        config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers)
+        config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers or 8)
         work = Work(config=config, precision="bf16-true", batch_size=4, sequence_length=4096)
     else:
         tiny = Qwen3MoeConfig.preset("tiny")
-        config = replace(tiny, num_hidden_layers=2 if quick else tiny.num_hidden_layers)
+        config = replace(tiny, num_hidden_layers=layers or (2 if quick else tiny.num_hidden_layers))
         work = Work(config=config, precision="bf16-true", batch_size=2, sequence_length=32)
     return [
         Case(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.benchmarks import frame
-from tests.benchmarks.__main__ import machine, table
+from tests.benchmarks.__main__ import machine, main, table
 from tests.benchmarks.frame import Case, Ratio, measure, ratio_of_pairs, spread, summarize
 from tests.benchmarks.strategy_overhead import cases
 
@@ -137,6 +137,53 @@ def test_machine_is_described():
     described = json.loads(json.dumps(machine("cpu")))
     assert described["torch"] == torch.__version__
     assert described["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nosuch", "benchmark 'nosuch' is unknown; choose from 'strategy_overhead', "),
+        ("whole_model --nosuch 1", "unrecognized arguments: --nosuch 1"),
+        ("whole_model --gpus 3", "argument --gpus: invalid choice: "),
+        ("whole_model --rows 0", "argument --rows: '0' is not a whole number of at least 1"),
+        ("pipeline --microbatches 8 x", "argument --microbatches: 'x' is not a whole number of at least 1"),
+        ("mesh_build --repeats 0", "argument --repeats: '0' is not a whole number of at least 1"),
+        ("ops --sizes 1 nan", "argument --sizes: 'nan' is not a number above 0"),
+        ("data --file_gib x", "argument --file_gib: 'x' is not a number above 0"),
+        (
+            "mesh_build --output nosuch/a.json",
+            "argument --output: 'nosuch/a.json' is not a file in a folder that exists",
+        ),
+        ("whole_model --folder /dev/null", "argument --folder: '/dev/null' is a file, not a folder"),
+        ("whole_model --cases 4 nosuch", "--cases 'nosuch' is in no name of a case; choose from '4 layers on 1 GPU'"),
+        ("whole_model --repeats 3", "--repeats 3 does nothing: whole_model has no rounds"),
+        ("mesh_build --layers 3", "--layers 3 does nothing: mesh_build has no options of its own"),
+        ("ops mesh_build --rows 3", "--rows 3 does nothing: ops mesh_build takes --ops, --sizes"),
+        ("plan_runs --gpus 4", "plan_runs: --gpus 4: plan_runs has runs on 1 and 2 GPUs only"),
+        (
+            "whole_model --recompute nosuch",
+            "whole_model: --recompute nosuch: ParallelConfig.recompute='nosuch' must be ",
+        ),
+        (
+            "expert_peers --recompute nosuch",
+            "expert_peers: --recompute nosuch: ParallelConfig.recompute='nosuch' must ",
+        ),
+        ("fine_tune --recompute none,nosuch", "fine_tune: --recompute nosuch: ParallelConfig.recompute='nosuch' must "),
+        ("fine_tune --experts nosuch", "fine_tune: --experts 'nosuch' is unknown; choose from 'grouped_mm', "),
+        ("fine_tune --contenders ours nosuch", "fine_tune: --contenders 'nosuch' begins no name; choose from 'ours, "),
+        ("pipeline --schedules nosuch", "pipeline: --schedules nosuch: schedule='nosuch' is unknown; choose one of "),
+        ("train_step --peers best", "train_step: --peers best does nothing on a CPU or with --quick, "),
+        ("data --quick --memory free", "data: --memory free does nothing with --quick, "),
+    ],
+)
+def test_mistakes_are_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), "--device", "cpu"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"python -m tests.benchmarks: {message}")
 
 
 def test_contenders_of_strategy_overhead_train_alike():

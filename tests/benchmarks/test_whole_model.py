@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def test_parts_decide_what_the_jobs_do() -> None:
     assert of_two["model"]["init_args"]["optimizer"]["init_args"]["state_dtype"] == "uint8"
     assert "checkpoint" not in of_two["trainer"]["strategy"]["init_args"]
     assert alone.judges
-    with pytest.raises(ValueError, match="unknown parts load; choose from disk, directory"):
+    with pytest.raises(ValueError, match="--parts 'load' is unknown; choose from 'disk', 'directory'"):
         cases("cuda", quick=False, parts=["load"])
     with pytest.raises(ValueError, match="needs train and save, or the --folder"):
         cases("cuda", quick=False, parts=["resume"])
@@ -65,6 +66,26 @@ def test_meshes_and_pipelines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -
     assert full - causal == pytest.approx(65_536 * 6 * 48 * 4096 * 4096, rel=1e-3)
     table_of_case = table({"case": case.name, **found}, "cuda")
     assert "65536 tokens/s a GPU (quartiles 65536 .. 65536), 1513 (causal), 1829 (full) TFLOP/s" in table_of_case
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": ["nosuch=4"]}, "--mesh 'nosuch' is unknown; choose from 'pipeline_parallel', "),
+        ({"mesh": ["tensor_parallel=3"]}, "--mesh tensor_parallel=3: MeshConfig.tensor_parallel=3 does not divide 4"),
+        ({"mesh": ["expert_parallel=2", "expert_parallel=4"]}, "expert_parallel=4 has expert_parallel twice"),
+        ({"schedule": "1f1b"}, "--schedule 1f1b needs a pipeline, such as --mesh pipeline_parallel=2"),
+        ({"num_microbatches": 8, "mesh": ["data_parallel_shard=-1"]}, "--num_microbatches 8 needs a pipeline"),
+        ({"schedule": "nosuch", "mesh": ["pipeline_parallel=4"]}, "--schedule nosuch: schedule='nosuch' is unknown"),
+        ({"parts": ["save"]}, "--parts save needs train"),
+        ({"parts": ["disk", "export"]}, "--parts export needs train or resume"),
+        ({"profile": 21}, "--profile 21 must be at most the number of --steps, 20, of the part train"),
+        ({"profile": 1, "parts": ["disk"]}, "--profile 1 must be at most the number of --steps, 20, of the part train"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cases("cuda", quick=False, gpus=4, **options)
 
 
 def rows(difference: float) -> list[dict[str, Any]]:

@@ -26,17 +26,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from torch import multiprocessing
 
+from lightning_d9d import MeshConfig, ParallelConfig
 from lightning_d9d.metrics import Convention, StepFlops
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.costs import model_costs
+from lightning_d9d.schedule import resolve_schedule
 from tests.benchmarks.frame import spread
+from tests.benchmarks.options import check_choices, naming
 from tests.benchmarks.whole_model_job import report, rows_of, write_config, write_tokens, write_weights
 
 ROOT = Path(__file__).parents[2]
@@ -127,15 +130,17 @@ def cases(
     profile: int | None = None,
 ) -> list[ModelCase]:
     """The 30b-a3b geometry with some of its layers, or all; on a CPU a tiny one."""
-    if unknown := set(parts) - set(PARTS):
-        raise ValueError(f"unknown parts {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    _check_parts(parts, folder)
+    if profile is not None and (profile > steps or "train" not in parts):
+        raise ValueError(f"--profile {profile} must be at most the number of --steps, {steps}, of the part train")
+    axes = None if mesh is None else _axes_of(mesh, gpus)
+    _check_pipeline(axes or {}, schedule, num_microbatches)
+    with naming(f"--recompute {recompute}"):
+        ParallelConfig(recompute=recompute or "none")
     is_tiny = quick or device_type == "cpu"
     config = Qwen3MoeConfig.preset("tiny" if is_tiny else "30b-a3b")
-    if "resume" in parts and not folder and not {"train", "save"} <= set(parts):
-        raise ValueError("the part resume needs train and save, or the --folder of a command that had them")
     given: dict[str, Any] = {"tokens": tokens, "rows": rows, "recompute": recompute, "states": states}
     given |= {"accumulate": accumulate, "deterministic": deterministic, "folder": folder}
-    axes = None if mesh is None else dict(map(_axis_of, mesh))
     given |= {"mesh": axes, "schedule": schedule, "num_microbatches": num_microbatches}
     given |= {"routing": routing, "profile": profile}
     case = ModelCase(
@@ -155,11 +160,39 @@ def cases(
     return [replace(case, **{name: value for name, value in given.items() if value is not None})]
 
 
-def _axis_of(text: str) -> tuple[str, int]:
-    name, _, ranks = text.partition("=")
-    if not ranks.isdecimal():
-        raise ValueError(f"--mesh {text!r} needs a number of ranks, such as expert_parallel=4")
-    return name, int(ranks)
+def _check_parts(parts: Sequence[str], folder: Path | None) -> None:
+    check_choices("--parts", parts, PARTS)
+    if "resume" in parts and not folder and not {"train", "save"} <= set(parts):
+        raise ValueError("--parts resume needs train and save, or the --folder of a command that had them")
+    if "save" in parts and "train" not in parts:
+        raise ValueError("--parts save needs train")
+    if "export" in parts and not {"train", "resume"} & set(parts):
+        raise ValueError("--parts export needs train or resume")
+
+
+def _axes_of(texts: Sequence[str], gpus: int) -> dict[str, int]:
+    """Return the ranks along each axis that is given."""
+    option = f"--mesh {' '.join(texts)}"
+    given = {}
+    for text in texts:
+        name, _, ranks = text.partition("=")
+        if not ranks.removeprefix("-").isdecimal():
+            raise ValueError(f"--mesh {text!r} needs a number of ranks, such as expert_parallel=4")
+        if name in given:
+            raise ValueError(f"{option} has {name} twice")
+        given[name] = int(ranks)
+    check_choices("--mesh", given, [axis.name for axis in fields(MeshConfig)])
+    with naming(option):
+        mesh = MeshConfig(**given).resolve(gpus)
+    return {name: getattr(mesh, name) for name in given}
+
+
+def _check_pipeline(axes: Mapping[str, int], schedule: str | None, num_microbatches: int | None) -> None:
+    for option, value in (("--schedule", schedule), ("--num_microbatches", num_microbatches)):
+        if value is not None and axes.get("pipeline_parallel", 1) == 1:
+            raise ValueError(f"{option} {value} needs a pipeline, such as --mesh pipeline_parallel=2")
+    with naming(f"--schedule {schedule}"):
+        resolve_schedule(schedule)
 
 
 def run_case(case: ModelCase, device_type: str) -> dict[str, Any]:

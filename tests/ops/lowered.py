@@ -25,10 +25,10 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from lightning_d9d.ops.rows import HOPPER_SHARED_MEMORY
+
 HOPPER = GPUTarget("cuda", 90, 32)
 RANKS, EXPERTS, TOP_K, TOKENS, WIDTH, ADAPTER_RANK = 2, 4, 2, 24, 128, 8
-HOPPER_SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that a program can have on an H100; the compiler does not check them, but the launch does."""
 _lowered: Counter[str] = Counter()
 """How often each kernel was compiled, by its whole name."""
 _too_large: list[str] = []
@@ -65,7 +65,7 @@ def to_ir(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
 
 
 def to_binary(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
-    """Compile a kernel to what a GPU runs, whose memory it must not exceed."""
+    """Compile a kernel to what a GPU runs; Triton checks its shared memory only at a launch."""
     compiled: Any = triton.compile(source, target=target, options=options)
     name = f"{source.fn.module}.{source.name}"
     _lowered[name] += 1
