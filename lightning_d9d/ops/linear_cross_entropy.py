@@ -18,9 +18,9 @@ zero). More chunks are first summed in float32, in a separate buffer.
 128 x 256, or a multiple. An H100 or H200 computes 128 of them at a time on its 132 multiprocessors.
 
 *Inside `defer`* the product for the weight's gradient is deferred to the weight backward. If all logits are one chunk,
-their gradient is kept for it, which takes at most `chunk_bytes` a microbatch. Otherwise only the op's arguments and one
-number for each token are kept. The weight backward then computes the logits again: four products instead of three. The
-gradient of `bias` is not deferred.
+their gradient is kept for it, which takes at most `chunk_bytes` a microbatch. With more chunks nothing of the sum of
+the losses is deferred, because logits would be computed again. With one loss a token they are: four products instead of
+three. The gradient of `bias` is not deferred.
 """
 
 from __future__ import annotations
@@ -181,16 +181,19 @@ def linear_cross_entropy(
     shape, dtype = labels.shape, autocast_dtype(x)
     x, labels = x.flatten(0, -2).to(dtype), labels.flatten()
     chunk_options = _chunk_options(options, chunk_bytes, shard or VocabShard("", 0, len(weight)), runs_triton(x))
-    later: _Later | None = None
-    if gradients is not None and gradients is not AT_ONCE:
-        weight, later = weight.detach(), (gradients, leaf)
     trained = (each for each in (x, leaf, bias) if each is not None)
-    if (
+    is_early = (
         reduction == "sum"
         and dtype != torch.float16
         and torch.is_grad_enabled()
         and any(each.requires_grad for each in trained)
-    ):
+    )
+    if is_early and not is_one_chunk(x, chunk_options):
+        gradients = None
+    later: _Later | None = None
+    if gradients is not None and gradients is not AT_ONCE:
+        weight, later = weight.detach(), (gradients, leaf)
+    if is_early:
         loss, lse = _SumOfLosses.apply(x, weight, bias, labels, gradients is not None, later, chunk_options)
     else:
         loss, lse = _Losses.apply(x, weight, bias, labels, later, chunk_options)
@@ -317,8 +320,8 @@ class _Losses(torch.autograd.Function):
 class _SumOfLosses(torch.autograd.Function):
     """The sum of the losses, with gradients computed in the forward; and log-sum-exps, without a gradient.
 
-    If the weight's gradient is deferred, it is not computed there; `later` names its receiver, and is None in a
-    recomputation.
+    If the weight's gradient is deferred, which needs one chunk, it is not computed there. Then `later` names its
+    receiver, and is None in a recomputation.
     """
 
     @staticmethod
@@ -333,13 +336,11 @@ class _SumOfLosses(torch.autograd.Function):
         options: ChunkOptions,
     ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        keep = waits and is_one_chunk(x, options)
         loss, lse, dx, dw, db, dlogits = forward_op(
-            x, weight, bias, labels, *options, needs_x, needs_weight and not waits, needs_bias, keep
+            x, weight, bias, labels, *options, needs_x, needs_weight and not waits, needs_bias, waits
         )
-        again = (x, weight, labels, lse, *(() if bias is None else (bias,)))
-        ctx.save_for_backward(dx, dw, db, *(() if not waits else (dlogits, x) if keep else again))
-        ctx.later, ctx.options, ctx.waits, ctx.keep, ctx.weight_dtype = later, options, waits, keep, weight.dtype
+        ctx.save_for_backward(dx, dw, db, *((dlogits, x) if waits else ()))
+        ctx.later, ctx.options, ctx.waits, ctx.weight_dtype = later, options, waits, weight.dtype
         ctx.mark_non_differentiable(lse)
         return loss.sum(), lse
 
@@ -350,21 +351,13 @@ class _SumOfLosses(torch.autograd.Function):
         dtotal = grad_outputs[0]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx, db = _scaled(dx, dtotal, ctx.options), _scaled(db, dtotal, ctx.options)
-        if ctx.waits:
-            if ctx.keep:
-                compute = partial(_scaled_weight_gradient, ctx.weight_dtype)
-                tensors = (dtotal, *kept)
-            else:
-                compute = partial(_weight_gradient_again, ctx.options)
-                lse = kept[3]
-                tensors = (dtotal.expand_as(lse), torch.zeros_like(lse), *kept)
-            if ctx.later is None:
-                dw = compute(*tensors) if needs_weight else dw
-            else:
-                gradients, leaf = ctx.later
-                gradients.add(leaf, compute, *tensors)
-        else:
+        if ctx.later is not None:
+            gradients, leaf = ctx.later
+            gradients.add(leaf, partial(_scaled_weight_gradient, ctx.weight_dtype), dtotal, *kept)
+        elif not ctx.waits:
             dw = _scaled(dw, dtotal, ctx.options)
+        elif needs_weight:
+            dw = _scaled_weight_gradient(ctx.weight_dtype, dtotal, *kept)
         return dx if needs_x else None, dw if needs_weight else None, db if needs_bias else None, *4 * (None,)
 
 

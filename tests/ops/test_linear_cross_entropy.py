@@ -234,7 +234,7 @@ def test_error_of_a_narrow_gradient_over_many_chunks(num_chunks):
     ("reduction", "chunk_bytes", "expected"),
     [
         ("sum", ONE_CHUNK, (2, 0, 1)),
-        ("sum", 2 * FEW_TOKENS, (4, 0, 4)),
+        ("sum", 2 * FEW_TOKENS, (6, 0, 0)),
         ("none", ONE_CHUNK, (1, 2, 1)),
         ("none", 2 * FEW_TOKENS, (2, 4, 4)),
     ],
@@ -254,9 +254,10 @@ def test_weight_gradient_that_waits(reduction, chunk_bytes, expected, has_bias):
             losses.append(linear_cross_entropy(**tensors, **options))
 
     made = [products_of(forward), products_of(lambda: gradients.backward(losses[0], dloss))]
-    assert tensors["weight"].grad is None
+    is_deferred = chunk_bytes == ONE_CHUNK or reduction == "none"
+    assert (tensors["weight"].grad is None) == is_deferred
     logits = TOKENS * VOCAB
-    assert (max(each.numel() for each in gradients.noted) >= logits) == (chunk_bytes == ONE_CHUNK)
+    assert (max((each.numel() for each in gradients.noted), default=0) >= logits) == (chunk_bytes == ONE_CHUNK)
     made.append(products_of(gradients.accumulate))
     if not has_bias:
         assert tuple(made) == expected

@@ -20,7 +20,7 @@ def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element:
     token is computed by its own experts, but all experts' weights are held. Activations are those that the modules keep
     with the kernels of a GPU; torch's operators on a CPU keep more in norms and SwiGLU. A tied head counts with its own
     matrix, because the last rank has a copy. Its logits are a single chunk, whose gradient is kept for a weight
-    backward. With more chunks no gradient is kept, and logits are computed again.
+    backward. With more chunks the forward computes the gradient of the matrix, too.
 
     Args:
         config: Config of the model.

@@ -26,6 +26,12 @@ from lightning_d9d.pipeline.partition import check_layers, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo
 
 
+_HEAD_SPEED = 2.5
+"""Products of the head run about this many times as fast as those of a layer: layers also attend, move and send tokens.
+
+With these products alone, the head of 30b-a3b is 5.5 layers. It took the time of 2.0 to 2.6 on four H200s."""
+
+
 def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, after: int | None = None) -> list[range]:
     """Return the layers of each stage: equally many, with embedding and head counted as virtual layers.
 
@@ -33,9 +39,9 @@ def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, a
         config: Config of the whole model.
         num_stages: Number of stages of the whole pipeline.
         before: Virtual layers of the first stage. Looking up an embedding takes almost no time.
-        after: Virtual layers of the last stage. By default, None, it is the compute of the head in layers,
-            rounded: the ratio of its matrix products to those of a layer. It is less if the last stage would have no
-            layer. Attention scores do not count, because they depend on the length of the sequence.
+        after: Virtual layers of the last stage. By default, None, it is the time of the head in layers, rounded: the
+            ratio of its matrix products to those of a layer, divided by 2.5, because a layer does more than products.
+            It is less if the last stage would have no layer.
 
     Raises:
         ConfigError: A stage would have no layer.
@@ -45,7 +51,7 @@ def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, a
         head = config.vocab_size * config.hidden_size
         all_layers = config.num_active_parameters - head * (1 if config.tie_word_embeddings else 2)
         most = (num_layers + before - num_stages) // max(1, num_stages - 1)
-        after = max(0, min(round(num_layers * head / all_layers), most))
+        after = max(0, min(round(num_layers * head / all_layers / _HEAD_SPEED), most))
     return distribute_layers(num_layers, num_stages, before, after)
 
 

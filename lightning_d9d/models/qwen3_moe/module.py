@@ -158,8 +158,7 @@ class Qwen3MoePretraining(D9DModule):
         layers_per_stage: Number of layers of each pipeline stage, in place of the virtual layers.
         virtual_layers_before: Number of layers that the embedding counts as on the first stage.
         virtual_layers_after: Number of layers that the head counts as on the last stage. By default this follows from
-            its compute, but is smaller if the last stage would have no layer. So 48 layers of "30b-a3b" on 4 stages
-            become 13, 13, 13 and 9.
+            the sizes, as in `layers_of_stages`. So 48 layers of "30b-a3b" on 4 stages become 13, 13, 12 and 10.
         balance: How tokens are kept evenly distributed over the experts. None does not balance, and counts nothing.
         shift_labels: Whether labels are at their own tokens, as in batches of Hugging Face's collators, and must be
             moved to the token before. No label is moved over the border of a document.
