@@ -139,7 +139,7 @@ class BlockSequence(nn.ModuleDict):
             The result of the last block.
 
         Raises:
-            ConfigError: There is no input, or a block other than the model's last returns a mapping.
+            ConfigError: The input is missing, or a block other than the model's last returns a mapping.
         """
         if input is None:
             raise ConfigError(
