@@ -62,16 +62,20 @@ class _Planning(D9DCLI):
             free = {"pipeline_parallel": 1, "data_parallel_shard": 1, "data_parallel_replicate": -1}
             mesh, schedule = replace(strategy.mesh_config, **free, expert_parallel=1), OneForwardOneBackward()
         degrees = (mesh or strategy.mesh_config).resolve(world_size)
-        tokens = given.tokens or _of_data(self.datamodule, "sequence_length", "--tokens, the tokens of a row")
+        tokens, rows = given.tokens, given.rows
+        if tokens is None:
+            tokens = _of_data(self.datamodule, "sequence_length", "--tokens, the tokens of a row")
         data_ranks = degrees.data_parallel_replicate * degrees.data_parallel_shard
         accumulated = trainer["accumulate_grad_batches"] or 1
+        if rows is None:
+            rows = _rows_of_data(self.datamodule, data_ranks, accumulated)
         clips = trainer["gradient_clip_val"] is not None
         precision = str(trainer["precision"] or "32-true")
         model = rank_model(
             self.model,
             strategy,
             world_size,
-            rows=given.rows or _rows_of_data(self.datamodule, data_ranks, accumulated),
+            rows=rows,
             tokens=tokens,
             precision=precision,
             accumulates_batches=accumulated > 1,

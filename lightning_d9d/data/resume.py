@@ -404,6 +404,6 @@ def _batches(order: Mapping[str, Any], share: Sequence[Any], first: int) -> Iter
 def _refusal(saved: int, now: int) -> str:
     return (
         f"{saved} data-parallel ranks saved the checkpoint in the middle of an epoch and {now} resume, but their "
-        "loader does not say how it distributes samples; resume with as many, save at the end of an epoch, or let "
+        f"loader does not say how it distributes samples. Resume on {saved}, save at the end of an epoch, or let "
         "Lightning distribute a map-style dataset (use_distributed_sampler=True)"
     )

@@ -126,14 +126,21 @@ def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:
     """Return the number of tokens of a batch's sequences; 0 if it has none of the tensors in `dims`.
 
     Raises:
-        ConfigError: The batch is not a mapping, or its sequences have different lengths.
+        ConfigError: The batch is not a mapping, a tensor lacks its dim, or sequences have different lengths.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"a batch is a {type(batch).__name__}, but sequence_dims={dict(dims)} names tensors of a mapping; give "
             "batches as dictionaries, or leave context and tensor parallelism out"
         )
-    lengths = {name: batch[name].shape[dim] for name, dim in dims.items() if isinstance(batch.get(name), Tensor)}
+    shapes = {name: batch[name].shape for name in dims if isinstance(batch.get(name), Tensor)}
+    for name, shape in shapes.items():
+        if dims[name] >= len(shape):
+            raise ConfigError(
+                f"sequence_dims says that {name!r} of a batch has its tokens in dim {dims[name]}, but its shape is "
+                f"{list(shape)}; name only tensors with tokens there"
+            )
+    lengths = {name: shape[dims[name]] for name, shape in shapes.items()}
     if len({*lengths.values()}) > 1:
         raise ConfigError(
             f"the sequences of a batch have different lengths along sequence_dims: {lengths}; pad them to the longest, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -500,21 +501,17 @@ def loss_of(
 def naming_batch(hook: Callable[..., Any], batch: Any) -> Generator[None]:
     """Wrap a hook: if it misses something in a batch, the error describes the batch.
 
-    Other errors, and those raised inside of functions that the hook calls, pass unchanged.
+    Other errors pass unchanged, also those that the hook itself raises and those of functions that it calls.
 
     Raises:
-        ConfigError: The hook itself raised a KeyError, IndexError, TypeError, ValueError or AttributeError, or a
-            container of the batch a KeyError.
+        ConfigError: An index, an attribute, an unpacking or another operator of the hook failed, or a container of the
+            batch raised a KeyError.
     """
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        is_own = trace is not None and trace.tb_frame.f_code is getattr(hook, "__code__", None)
         lacks = isinstance(error, KeyError) and isinstance(batch, Mapping) and error.args[0] not in batch
-        if not is_own and not lacks:
+        if not lacks and not _is_of_operator(error, hook):
             raise
         name = getattr(hook, "__qualname__", repr(hook))
         reason = f"it has no {error.args[0]!r}" if lacks else f"{type(error).__name__}: {error}"
@@ -522,6 +519,17 @@ def naming_batch(hook: Callable[..., Any], batch: Any) -> Generator[None]:
             f"{name} cannot use a batch ({reason}). It is {described(batch)}; add the missing values in the "
             "DataLoader's collate_fn, or change the hook to use the batch's own"
         ) from error
+
+
+def _is_of_operator(error: Exception, hook: Callable[..., Any]) -> bool:
+    """Return whether an operator in the hook's own code failed, and not a `raise` or a call."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_code is not getattr(hook, "__code__", None):
+        return False
+    instruction = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return not any(each in instruction for each in ("RAISE", "CALL"))
 
 
 class _Nothing(AbstractContextManager):

@@ -127,7 +127,7 @@ class BlockSequence(nn.ModuleDict):
         super().__init__({str(index): blocks[index] for index in layers})
         self.num_blocks = len(blocks)
 
-    def forward(self, input: Any, **shared: Any) -> Any:
+    def forward(self, input: Any = None, **shared: Any) -> Any:
         """Run the stage's blocks one after the other.
 
         Args:
@@ -139,8 +139,14 @@ class BlockSequence(nn.ModuleDict):
             The result of the last block.
 
         Raises:
-            ConfigError: A block other than the model's last returns a mapping.
+            ConfigError: The input is missing, or a block other than the model's last returns a mapping.
         """
+        if input is None:
+            raise ConfigError(
+                f"the first block's input is missing: it must be 'input' of StageInputs.first, but first and shared "
+                f'have {", ".join(map(repr, shared)) or "nothing"}. Return StageInputs(first={{"input": ...}}, '
+                "shared={...}) from microbatch_inputs; all blocks get what is in shared"
+            )
         for name, block in self.items():
             input = block(input, **shared)
             if isinstance(input, Mapping) and int(name) < self.num_blocks - 1:

@@ -122,7 +122,7 @@ def place_model(
     else:
         shard_blocks(model, mesh, parallel, ranks.device)
     if mesh is not None:
-        check_sharding(model, mesh, ranks.stage_group)
+        check_sharding(model, mesh, ranks.stage_group, is_staged=isinstance(model, D9DModule))
     shares_batches = ranks.dp_size < ranks.world_size
     return RankModel(model, names, mesh, ranks.stage_group, ranks.data_group if shares_batches else None)
 

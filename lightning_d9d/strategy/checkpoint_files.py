@@ -111,7 +111,9 @@ def unreadable(path: str | Path, error: BaseException) -> StateError:
     if Path(path).is_dir():
         found = sorted(each.name for each in Path(path).iterdir() if is_directory(each) or each.suffix == ".ckpt")
         what = f"no checkpoint, but {', '.join(found[:MAX_NAMED])} in it may be" if found else "none, or incomplete"
-        return StateError(f"checkpoint {str(path)!r} is a directory without values.pt: it is {what}")
+        return StateError(
+            f"checkpoint {str(path)!r} is a directory without values.pt: it is {what}; give another ckpt_path"
+        )
     if named := re.search(r"GLOBAL (\S+)|add_safe_globals\(\[(\S+)\]\)", str(error)):
         return StateError(
             f"checkpoint {str(path)!r} holds an object of {named[1] or named[2]}, and loading it could run code. "

@@ -65,9 +65,13 @@ def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
     for name in _OF_SEQUENCES:
         degree = getattr(config, name)
         if degree != 1 and is_d9d and not cast(D9DModule, module).sequence_dims:
+            rows = "give these ranks to data_parallel_shard"
+            if name == "tensor_parallel":
+                rows += ", or make it a plain LightningModule that calls torch's parallelize_module in configure_model"
             raise ConfigError(
                 f"MeshConfig.{name}={degree}: {type(module).__name__}.sequence_dims is empty, so the dim of tokens in "
-                'its batches is unknown; set it, such as to {"input_ids": 1, "labels": 1}'
+                f'its batches is unknown. Set it, such as to {{"input_ids": 1, "labels": 1}}. If its batches have no '
+                f"sequences of tokens, {rows}"
             )
 
 

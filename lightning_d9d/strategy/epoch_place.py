@@ -188,12 +188,15 @@ class EpochPlace:
         states, path = resumed["loaders"], self._path
         num_read, saved = _num_read(fit_loop), resumed["num_data_ranks"]
         if num_read and resumed["is_other_job"]:
-            say(f"{saved} data ranks saved {path!r}: the rest of the epoch is dealt out again to the present")
+            say(
+                f"{saved} data-parallel ranks saved checkpoint {path!r}, and {self._ranks.dp_size} resume from it: the "
+                f"samples that are left in the epoch are distributed over {self._ranks.dp_size} ranks"
+            )
             if not all(map(is_place_of_sampler, states)):
                 raise StateError(
                     f"checkpoint {path!r} was saved in the middle of an epoch by {saved} data-parallel ranks. A "
-                    "dataloader has its own state, which can be restored only with as many ranks. Resume with as "
-                    "many, or save at the end of an epoch"
+                    f"dataloader has its own state, which can be restored only on {saved} ranks, not on "
+                    f"{self._ranks.dp_size}. Resume on {saved}, or save at the end of an epoch"
                 )
         try:
             loader._load_state_dicts(states)
@@ -213,8 +216,9 @@ class EpochPlace:
         places = {place for each in loader.flattened if (place := resumes_at(each)) is not None}
         if len(places) > 1:
             raise StateError(
-                f"checkpoint {path!r}: dataloaders of a run with other data ranks or batches would be at different "
-                f"batches of the epoch: {sorted(places)}. Resume with as many as before, or save at the end of an epoch"
+                f"checkpoint {path!r}: the training dataloaders would resume at different batches of the epoch: "
+                f"{sorted(places)}. Resume with the {saved} data-parallel ranks and the batch sizes that saved it, or "
+                "save at the end of an epoch"
             )
         for place in places:
             progress: Any = fit_loop.epoch_loop.batch_progress.current
@@ -236,7 +240,7 @@ class EpochPlace:
         saved = 1 + max(each["dp_rank"] for each in ranks)
         own = next((each for each in ranks if each["dp_rank"] == dp_rank), ranks[0])
         loaders = own["loaders"]
-        if dp_size != saved:  # of an order that is dealt out again, all take the first rank's
+        if dp_size != saved:  # of an order that is distributed again, all take the first rank's
             pairs = zip(loaders, ranks[0]["loaders"], strict=True)
             loaders = [first if is_place_of_sampler(first) and first["order"] else each for each, first in pairs]
         mesh = ranks[0].get("mesh", {Axis.PP: 1, Axis.DP: saved, Axis.CP: 1, Axis.TP: 1})

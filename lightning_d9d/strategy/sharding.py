@@ -38,12 +38,24 @@ from lightning_d9d.strategy.offload import move
 _FIELDS = {Axis.DP_SHARD: "data_parallel_shard", Axis.TP: "tensor_parallel", Axis.EP_SHARD: "expert_parallel"}
 """Axes over which a module's parameters must be sharded, and the degrees that they come from."""
 _REMEDIES = {
-    Axis.DP_SHARD: 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard")), name the class of its '
-    'blocks by ParallelConfig(shard_blocks=["Block"])',
-    Axis.TP: 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan), or in parallelize_stage of a '
-    "D9DModule by lightning_d9d.parallel.shard_tensors(stage, mesh)",
-    Axis.EP_SHARD: "lightning_d9d.parallel.shard_experts(module, self.trainer.strategy.mesh, ParallelConfig())",
+    Axis.DP_SHARD: 'Shard it in configure_model by fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_'
+    'shard")), or name the class of its blocks by ParallelConfig(shard_blocks=["Block"])',
+    Axis.TP: "Shard it in configure_model by torch's parallelize_module(block, self.trainer.strategy.mesh.for_axes("
+    '"tp"), plan)',
+    Axis.EP_SHARD: "Build its experts as lightning_d9d.modules.SparseMoE, and spread them in configure_model by "
+    "lightning_d9d.parallel.shard_experts(self, self.trainer.strategy.mesh, ParallelConfig())",
 }
+"""The remedy for an axis that shards nothing of a plain LightningModule."""
+_REMEDIES_OF_STAGES = {
+    Axis.DP_SHARD: "Call super().parallelize_stage(stage, mesh, parallel) in its parallelize_stage, or "
+    "lightning_d9d.parallel.shard_data(stage, blocks, mesh, parallel)",
+    Axis.TP: "Call lightning_d9d.parallel.shard_tensors(stage, mesh) in its parallelize_stage; that shards "
+    "GroupedQueryAttention, SwiGLU, TokenEmbedding and LMHead of lightning_d9d.modules. For other layers use a plain "
+    "LightningModule, which calls torch's parallelize_module in configure_model",
+    Axis.EP_SHARD: "Build its experts as lightning_d9d.modules.SparseMoE; if it has its own parallelize_stage, call "
+    "lightning_d9d.parallel.shard_experts(stage, mesh, parallel) there",
+}
+"""The remedy for an axis that shards nothing of a D9DModule."""
 
 _SHARDED_WITH = "_sharded_with"
 """The attribute in which a block of a plain module keeps the configuration of its sharding."""
@@ -83,7 +95,7 @@ def differing(
     return [f"{name}{a!r}" for name, a, _ in pairs], [f"{name}{b!r}" for name, _, b in pairs]
 
 
-def check_sharding(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None) -> None:
+def check_sharding(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None, *, is_staged: bool) -> None:
     """Check that tensors which differ between ranks are DTensors, and that degrees above 1 are used. Collective.
 
     A plain tensor means a copy. Ranks that read the same samples must hold the same values, since a checkpoint would
@@ -93,6 +105,7 @@ def check_sharding(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGrou
         module: Built.
         mesh: Mesh of all ranks.
         group: Group of the ranks that hold the same stages; None for all.
+        is_staged: Whether the module is a D9DModule.
 
     Raises:
         RankError: Names, shapes, dtypes or placements differ between ranks.
@@ -115,10 +128,11 @@ def check_sharding(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGrou
         if mesh.sizes[Axis.PP] > 1:  # a stage may have no such parameter
             lies_on_it = any(all_gather_object(lies_on_it, mesh.group(Axis.PP)))
         if not lies_on_it:
+            remedy = (_REMEDIES_OF_STAGES if is_staged else _REMEDIES)[axis]
+            instead = f"leave {field} at 1" if axis == Axis.EP_SHARD else "give these ranks to data_parallel_replicate"
             raise ConfigError(
                 f"MeshConfig.{field}={len(ranks)}, but no parameter of {type(module).__name__} is a DTensor over the "
-                f"axis {axis!r}: ranks would train copies. Shard it in configure_model, such as by {_REMEDIES[axis]}, "
-                "or give these ranks to data_parallel_replicate"
+                f"axis {axis!r}: ranks would train copies. {remedy}. Or {instead}"
             )
 
 

@@ -179,7 +179,7 @@ def test_a_directory_that_is_no_checkpoint_is_named_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "fit", "--config", "run.yaml", "--ckpt_path", "texts") == 2
-    text = "checkpoint 'texts' is a directory without values.pt: it is none, or incomplete"
+    text = "checkpoint 'texts' is a directory without values.pt: it is none, or incomplete; give another ckpt_path"
     assert f"error: ckpt_path cannot be loaded: {text}\n" in capsys.readouterr().err
 
 

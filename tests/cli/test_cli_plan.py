@@ -159,3 +159,17 @@ def test_a_plan_ends_its_process_at_once_and_imports_no_more_than_it_uses(
     }
     assert not unused.intersection(imported)
     assert json.loads(Path("plan.json").read_text())["world_size"] == 8
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--rows"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_counts_below_one_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG.format(rows="batch_size: 4", strategy="microbatch_size: 1", accumulated=1))
+    with pytest.raises(SystemExit, match="2"):
+        planned(monkeypatch, option, value)
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: {option}: plan got {option[2:]}={value}, which must be a whole number of at least 1"
+    )

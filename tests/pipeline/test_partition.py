@@ -190,6 +190,17 @@ def test_a_mapping_between_blocks_is_refused_on_any_number_of_stages(num_stages:
     assert last(torch.ones(1)) == {"x": torch.ones(1)}  # what microbatch_loss gets may be one
 
 
+@pytest.mark.parametrize(
+    ("given", "named"), [({"x": torch.ones(2), "mask": torch.ones(2)}, "'x', 'mask'"), ({}, "nothing")]
+)
+def test_an_input_of_another_name_is_named_beside_the_right_one(given: dict[str, Tensor], named: str) -> None:
+    stage = BlockSequence([nn.Identity()], StageInfo(0, 1))
+    with pytest.raises(
+        ConfigError, match=rf"must be 'input' of StageInputs\.first, but first and shared have {named}\."
+    ):
+        stage(**given)
+
+
 def test_a_parameter_that_two_stages_would_share_is_refused() -> None:
     first, middle, last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
     last.weight = first.weight

@@ -107,6 +107,31 @@ def test_bugs_stay_what_they_are() -> None:
         )
 
 
+@pytest.mark.parametrize("hook", ["microbatch_inputs", "microbatch_loss", "microbatch_weight", "microbatch_metrics"])
+@pytest.mark.parametrize("kind", [KeyError, IndexError, TypeError, ValueError, AttributeError])
+def test_errors_that_a_hook_raises_itself_stay_what_they_are(hook: str, kind: type[Exception]) -> None:
+    def refuse(self: Staged, *_: Any) -> Any:
+        try:
+            raise kind("x")
+        except kind:
+            with torch.no_grad():
+                raise
+
+    with pytest.raises(kind) as raised:
+        fit({"x": X, "y": Y}, module=type("Refusing", (Staged,), {hook: refuse})())
+    assert type(raised.value) is kind
+    assert raised.value.args == ("x",)
+
+
+def test_errors_of_functions_in_c_stay_what_they_are() -> None:
+    class Converting(Staged):
+        def microbatch_loss(self, output: Tensor, microbatch: Any) -> Any:
+            return output.sum() * float("much")
+
+    with pytest.raises(ValueError, match=r"^could not convert string to float: 'much'"):
+        fit({"x": X, "y": Y}, module=Converting())
+
+
 def test_batches_that_are_cut_say_what_they_are() -> None:
     text = r"^a batch is split into microbatches along dim 0, but it is {}. Its tensors must share one first size"
     for batch, described in (

@@ -186,6 +186,8 @@ def test_what_does_not_hold_to_the_rules_is_refused(rank: RankContext) -> None:
     torch.manual_seed(0)
     with pytest.raises(ConfigError, match=r"tensor_parallel=2, but no parameter of Plain .* parallelize_module"):
         start(Plain(), TWO["tensor"])
+    with pytest.raises(ConfigError, match=r"expert_parallel=2, but .* in configure_model by .*shard_experts.* at 1$"):
+        start(Plain(), MeshConfig(data_parallel_replicate=2, expert_parallel=2))
     torch.manual_seed(rank.rank)  # each rank its own part, as plain tensors
     with pytest.raises(ConfigError, match=r"net.0.weight with hash .*Tensors that are sharded must be DTensors"):
         start(Plain(), TWO["tensor"])

@@ -55,6 +55,7 @@ SHARD2 = {"data_parallel_shard": 2}
 TP2 = {"tensor_parallel": 2}
 TP4 = {"tensor_parallel": 4}
 CP2 = {"context_parallel_shard": 2}
+EP2 = {"data_parallel_replicate": 2, "expert_parallel": 2}
 FOUR_RANKS = [pytest.mark.ranks(4), pytest.mark.meshes]
 SEED = 1
 QUIET: dict[str, Any] = {"use_distributed_sampler": False, "precision": "64-true", "gradient_clip_val": 0.5}
@@ -300,9 +301,18 @@ REFUSED = {
     ),
     "plain module": Refusal(r"context_parallel_shard=2: Plain is a plain LightningModule.*", CP2, module=Plain),
     "no sequences": Refusal(
-        r"context_parallel_shard=2: NoSequences.sequence_dims is empty.*set it", CP2, module=NoSequences
+        r"context_parallel_shard=2: NoSequences.sequence_dims is empty.*Set it", CP2, module=NoSequences
     ),
-    "no sequences, tp": Refusal(r"tensor_parallel=2: NoSequences.sequence_dims is empty.*set it", module=NoSequences),
+    "no sequences, tp": Refusal(
+        r"tensor_parallel=2: NoSequences.sequence_dims is empty.*Set it.*no sequences.* "
+        "LightningModule that calls torch's parallelize_module",
+        module=NoSequences,
+    ),
+    "no dim": Refusal(
+        r"'weights' of a batch has its tokens in dim 1, but its shape is \[8\]; name only tensors with tokens",
+        batch=batch_with(weights=torch.zeros(8)),
+        module=Weighted,
+    ),
     "no tensor with tokens, tp": Refusal(
         r"input_ids, labels, but none of the tensors tokens that sequence_dims", module=Mistyped
     ),
@@ -561,9 +571,10 @@ def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_at
     ("mesh", "text"),
     [
         (CP2, r"blocks.0.attention attends only to this rank's part\. .*shard_context"),
-        (TP2, r"tensor_parallel=2, but no parameter of .* by lightning_d9d.parallel.shard_tensors\(stage, mesh\)"),
+        (TP2, r"tensor_parallel=2, but no parameter .*shard_tensors\(stage, mesh\) in its parallelize_stage"),
+        (EP2, r"expert_parallel=2, but no parameter .*SparseMoE; .* has its own parallelize_stage.* at 1"),
     ],
-    ids=["cp", "tp"],
+    ids=["cp", "tp", "ep"],
 )
 def test_a_model_that_is_not_spread_is_refused(rank: RankContext, mesh: dict[str, int], text: str) -> None:
     module = own_model()
