@@ -268,9 +268,9 @@ MUTATIONS = [
     ),
     Mutation(
         "tokens go to a rank once for each of their experts there",
-        "lightning_d9d/modules/dispatch.py",
-        "return torch.where(is_equal.tril(-1).any(2), none, ranks)",
-        "return ranks",
+        "lightning_d9d/ops/moe_ranks.py",
+        "return torch.where(is_equal.tril(-1).any(2), num_ranks, ranks).int()",
+        "return ranks.int()",
         "tests/modules/test_dispatch.py",
     ),
     Mutation(

@@ -25,7 +25,6 @@ from lightning_d9d.parallel.tokens import TokenShard
 from lightning_d9d.pipeline.partition import check_layers, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo
 
-
 _HEAD_SPEED = 2.5
 """Products of the head run about this many times as fast as those of a layer: layers also attend, move and send tokens.
 
@@ -39,8 +38,8 @@ def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, a
         config: Config of the whole model.
         num_stages: Number of stages of the whole pipeline.
         before: Virtual layers of the first stage. Looking up an embedding takes almost no time.
-        after: Virtual layers of the last stage. By default, None, it is the time of the head in layers, rounded: the
-            ratio of its matrix products to those of a layer, divided by 2.5, because a layer does more than products.
+        after: Virtual layers of the last stage. By default, None, it is the time of the head in layers, rounded. That
+            is the ratio of its matrix products to those of a layer, divided by 2.5: a layer does more than products.
             It is less if the last stage would have no layer.
 
     Raises:
