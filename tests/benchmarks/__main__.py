@@ -68,6 +68,8 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     results, missed = [], False
     directory = os.environ.get("OUT")
+    if directory and not Path(directory).is_dir():
+        parser.error(f"$OUT {directory!r} is not a folder that exists")
     for name, module, case in chosen:
         if arguments.device == "cuda" and torch.cuda.device_count() < case.num_processes:
             print(f"{name}, {case.name}: left out, needs {case.num_processes} GPUs", flush=True)
