@@ -23,7 +23,7 @@ from lightning_d9d.parallel.dispatch_choice import refusal
 from lightning_d9d.plan.machine import MachineTable, machine_of
 from lightning_d9d.plan.seconds import ProgramOf, Timed, program_of, timed
 from lightning_d9d.schedule import Auto, ModelCosts, Schedule
-from lightning_d9d.strategy.described import RunSettings, layers_of
+from lightning_d9d.strategy.described import RunSettings
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.staging import with_dtypes
@@ -307,7 +307,14 @@ def rank_model(
         accumulates_batches=accumulates_batches,
         autocasts=precision.endswith("-mixed"),
     )
-    model = settings.rank_model(module, costs, dtype, tokens=tokens)
+    number = strategy.microbatch_count.of(rows)
+    if not isinstance(schedule, Auto) and not schedule.takes(mesh.pipeline_parallel, number):
+        raise ConfigError(
+            f"{type(schedule).__name__} cannot run {number} microbatches on {mesh.pipeline_parallel} pipeline ranks; "
+            "give other microbatches or rows"
+        )
+    cut = None if isinstance(schedule, Auto) else schedule  # Auto cuts itself
+    model = settings.rank_model(module, costs, dtype, tokens=tokens, schedule=cut)
     if model is None:
         raise ConfigError(
             f"{type(module).__name__} has other blocks than model_costs has layers ({len(costs.layers)}): blocks are "
@@ -319,20 +326,7 @@ def rank_model(
         model = replace(model, gpus_per_node=gpus_per_node)
     if isinstance(schedule, Auto):
         return _chosen(model, schedule, memory)
-    number = strategy.microbatch_count.of(rows)
-    if not schedule.takes(mesh.pipeline_parallel, number):
-        raise ConfigError(
-            f"{type(schedule).__name__} cannot run {number} microbatches on {mesh.pipeline_parallel} pipeline ranks; "
-            "give other microbatches or rows"
-        )
-    num_stages = len(schedule.placement(mesh.pipeline_parallel))
-    return replace(
-        model,
-        schedule=schedule,
-        layers_of_stages=layers_of(module, len(costs.layers), num_stages),
-        rows=-(-rows // number),
-        num_microbatches=number,
-    )
+    return replace(model, rows=-(-rows // number), num_microbatches=number)
 
 
 def _check_arguments(module: D9DModule, strategy: D9DStrategy, expert_load: float, **sizes: int) -> None:

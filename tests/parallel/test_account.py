@@ -106,7 +106,7 @@ CASES = {
             ),
         ),
     ),
-    # 4 stages with 5, 5, 5 and 1 layers; weights over 8 ranks; 32 experts a rank, which two ranks share
+    # 4 stages with 5, 5, 4 and 2 layers; weights over 8 ranks; 32 experts a rank, which two ranks share
     "experts within a replica": Case(
         MeshConfig(pipeline_parallel=4, data_parallel_replicate=2, data_parallel_shard=8, expert_parallel=4),
         {
@@ -124,10 +124,10 @@ CASES = {
                 experts=5 * 16 * (1536 * 2048 + 2048 * 768),
             ),
             63: Held(
-                attention=1 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
-                router=1 * 16 * 2048,
-                norms=1 * (2 * 256 + 2 * 16) + 256,
-                experts=1 * 16 * (1536 * 2048 + 2048 * 768),
+                attention=2 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
+                router=2 * 16 * 2048,
+                norms=2 * (2 * 256 + 2 * 16) + 256,
+                experts=2 * 16 * (1536 * 2048 + 2048 * 768),
                 head=18992 * 2048,
             ),
         },
@@ -137,29 +137,29 @@ CASES = {
         MeshConfig(pipeline_parallel=4, data_parallel_replicate=4, data_parallel_shard=4, expert_parallel=4),
         {
             32: Held(
-                attention=5 * (1024 * 2048 + 2 * 128 * 2048 + 512 * 4096),
-                router=5 * 32 * 2048,
-                norms=5 * (2 * 512 + 2 * 32),
-                experts=5 * 32 * (1536 * 2048 + 2048 * 768),
+                attention=4 * (1024 * 2048 + 2 * 128 * 2048 + 512 * 4096),
+                router=4 * 32 * 2048,
+                norms=4 * (2 * 512 + 2 * 32),
+                experts=4 * 32 * (1536 * 2048 + 2048 * 768),
             ),
         },
     ),
-    # 2 stages with 11 and 5 layers; 8 experts a rank
+    # 2 stages with 9 and 7 layers; 8 experts a rank
     "experts over two replicas": Case(
         MeshConfig(pipeline_parallel=2, data_parallel_replicate=4, data_parallel_shard=8, expert_parallel=16),
         {
             0: Held(
-                attention=11 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
-                router=11 * 16 * 2048,
-                norms=11 * (2 * 256 + 2 * 16),
-                experts=11 * 8 * (1536 * 2048 + 2048 * 768),
+                attention=9 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
+                router=9 * 16 * 2048,
+                norms=9 * (2 * 256 + 2 * 16),
+                experts=9 * 8 * (1536 * 2048 + 2048 * 768),
                 embedding=18992 * 2048,
             ),
             63: Held(
-                attention=5 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
-                router=5 * 16 * 2048,
-                norms=5 * (2 * 256 + 2 * 16) + 256,
-                experts=5 * 8 * (1536 * 2048 + 2048 * 768),
+                attention=7 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
+                router=7 * 16 * 2048,
+                norms=7 * (2 * 256 + 2 * 16) + 256,
+                experts=7 * 8 * (1536 * 2048 + 2048 * 768),
                 head=18992 * 2048,
             ),
         },
@@ -169,10 +169,10 @@ CASES = {
         MeshConfig(pipeline_parallel=2, data_parallel_replicate=32, expert_parallel=8),
         {
             0: Held(
-                attention=11 * (4096 * 2048 + 2 * 512 * 2048 + 2048 * 4096),
-                router=11 * 128 * 2048,
-                norms=11 * (2 * 2048 + 2 * 128),
-                experts=11 * 16 * (1536 * 2048 + 2048 * 768),
+                attention=9 * (4096 * 2048 + 2 * 512 * 2048 + 2048 * 4096),
+                router=9 * 128 * 2048,
+                norms=9 * (2 * 2048 + 2 * 128),
+                experts=9 * 16 * (1536 * 2048 + 2048 * 768),
                 embedding=151936 * 2048,
             ),
         },
@@ -207,7 +207,7 @@ CASES = {
             ),
         },
     ),
-    # 4 stages with 5, 5, 5 and 1 layers; 4 tensor ranks, and context ranks share what these have; 16 experts a rank
+    # 4 stages with 5, 5, 4 and 2 layers; 4 tensor ranks, and context ranks share what these have; 16 experts a rank
     "tensor and context": Case(
         MeshConfig(
             pipeline_parallel=4,
@@ -224,15 +224,15 @@ CASES = {
                 experts=5 * 16 * (1536 * 2048 + 2048 * 768),
             ),
             63: Held(
-                attention=1 * (512 * 2048 + 2 * 64 * 2048 + 1024 * 1024),
-                router=1 * 64 * 2048,
-                norms=1 * (2 * 1024 + 2 * 64) + 1024,
-                experts=1 * 16 * (1536 * 2048 + 2048 * 768),
+                attention=2 * (512 * 2048 + 2 * 64 * 2048 + 1024 * 1024),
+                router=2 * 64 * 2048,
+                norms=2 * (2 * 1024 + 2 * 64) + 1024,
+                experts=2 * 16 * (1536 * 2048 + 2048 * 768),
                 head=18992 * 2048,
             ),
         },
     ),
-    # 2 stages with 11 and 5 layers; nothing but tensor ranks cut; 4 experts a rank, spread over all of a stage
+    # 2 stages with 9 and 7 layers; nothing but tensor ranks cut; 4 experts a rank, spread over all of a stage
     "tensor and copies of context": Case(
         MeshConfig(
             pipeline_parallel=2,
@@ -243,10 +243,10 @@ CASES = {
         ),
         {
             63: Held(
-                attention=5 * (512 * 2048 + 2 * 128 * 2048 + 2048 * 512),
-                router=5 * 128 * 2048,
-                norms=5 * (2 * 2048 + 2 * 128) + 2048,
-                experts=5 * 4 * (1536 * 2048 + 2048 * 768),
+                attention=7 * (512 * 2048 + 2 * 128 * 2048 + 2048 * 512),
+                router=7 * 128 * 2048,
+                norms=7 * (2 * 2048 + 2 * 128) + 2048,
+                experts=7 * 4 * (1536 * 2048 + 2048 * 768),
                 head=18992 * 2048,
             ),
         },
@@ -332,7 +332,7 @@ CASES = {
             ),
         },
     ),
-    # 4 stages with 5, 5, 5 and 1 layers; what 8 tensor ranks have is shared by 16 * 2 ranks, of which the last has the
+    # 4 stages with 5, 5, 4 and 2 layers; what 8 tensor ranks have is shared by 16 * 2 ranks, of which the last has the
     # rest of its part of the vocabulary; 2 experts a rank, which 4 ranks share by their rows
     "every axis with tensor and context": Case(
         MeshConfig(
@@ -352,10 +352,10 @@ CASES = {
                 embedding=594 * 2048,
             ),
             4095: Held(
-                attention=1 * (16 * 2048 + 2 * 4 * 2048 + 64 * 512),
-                router=1 * 4 * 2048,
-                norms=1 * (2 * 64 + 2 * 4) + 64,
-                experts=1 * 2 * (384 * 2048 + 512 * 768),
+                attention=2 * (16 * 2048 + 2 * 4 * 2048 + 64 * 512),
+                router=2 * 4 * 2048,
+                norms=2 * (2 * 64 + 2 * 4) + 64,
+                experts=2 * 2 * (384 * 2048 + 512 * 768),
                 head=(151936 // 8 - 31 * 594) * 2048,
             ),
         },

@@ -46,6 +46,18 @@ def test_weights_are_those_by_hand(world_size: int, degrees: dict[str, int], exp
     assert found.ranks[0].num_ranks == world_size
 
 
+def test_layers_that_are_given_for_several_stages_of_a_rank() -> None:
+    """Each of the two ranks has two of the four stages, and the plan is that of the virtual layers that cut so."""
+    strategy = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2), schedule="zero_bubble_v", num_microbatches=4)
+    plans = [
+        plan(Qwen3MoePretraining(preset="30b-a3b", **cut), strategy, 2, "h200", rows=4, tokens=4096)
+        for cut in ({"layers_per_stage": [13, 13, 12, 10]}, {"virtual_layers_after": 2}, {"virtual_layers_after": 5})
+    ]
+    elements = [[rank.elements for rank in found.ranks] for found in plans]
+    assert elements[0] == elements[1] != elements[2]
+    assert plans[0].tokens_per_second == plans[1].tokens_per_second
+
+
 def test_what_does_not_fit_is_said() -> None:
     found = planned(1)
     assert found.missing == found.most.needed - machine_of("h200").memory_bytes > 0
